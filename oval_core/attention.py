@@ -1,0 +1,160 @@
+"""The attention function behind the name `oval`: dense where it must be, paged everywhere else.
+
+Paged attention reads, per row and KV head, the pages that the router selects and the open tail exactly, and merges them
+by log-sum-exp with the router's estimate of the other pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oval_core.binding import BINDING, Binding
+from oval_core.dense import dense_attention
+from oval_core.layer import OvalLayer
+from oval_core.page_view import tokens_to_read, view_pages
+
+
+def oval_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    oval_layer: OvalLayer | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' `AttentionInterface` calls it.
+
+    Args:
+        query: `[B, heads, Q, D]`.
+        key, value: what the cache returned, `[B, H, T, D]` and `[B, H, T, D_v]`.
+        attention_mask: bool `[B, 1, Q, T]`, True where a query may read; None: causal.
+        oval_layer: the cache layer, if it is a paged one.
+        kwargs: `softcap`, `s_aux`, `position_bias`, `is_causal` are understood; the rest goes to the dense function.
+
+    Returns: `[B, Q, heads, D_v]` and None.
+    """
+    binding: Binding | None = getattr(module, BINDING, None)
+    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if oval_layer is None or binding is None:
+        dense_impl = binding.dense_impl if binding else "sdpa"
+        return dense_attention(dense_impl, module, query, key, value, attention_mask, scaling, dropout, **kwargs), None
+
+    bounded = _bounded_mask(oval_layer, query.shape[2], attention_mask)
+    claimed, oval_layer.handed_out = key is oval_layer.handed_out, None
+    reason = _unpageable(claimed, module, bounded, dropout, kwargs)
+    if reason is None:
+        oval_layer.attended(_visible(bounded, oval_layer.unattended_tokens))
+        reason = _reason_to_be_dense(oval_layer, query.shape[2])
+    if reason is not None:
+        binding.recorder.dense(oval_layer, query.shape[2], reason)
+        dense_impl = binding.dense_impl
+        return dense_attention(dense_impl, module, query, key, value, bounded, scaling, dropout, **kwargs), None
+    return paged_attention(binding, oval_layer, query, bounded, scaling, **kwargs), None
+
+
+def _unpageable(
+    claimed: bool, module: nn.Module, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    """Why this call cannot be paged whatever the context is, or None."""
+    if module.training or dropout:
+        return "training"
+    if kwargs.get("position_bias") is not None:
+        return "position bias"
+    if not claimed:
+        return "keys are not the cached ones (latent attention)"
+    if mask is not None and mask.dtype != torch.bool:
+        return "additive attention mask"
+    return None
+
+
+def _reason_to_be_dense(layer: OvalLayer, num_queries: int) -> str | None:
+    """Why these queries read everything, or None if they are to be paged."""
+    config, tokens = layer.config, layer.store.num_tokens
+    if tokens == num_queries:
+        return "empty cache"
+    if num_queries > config.max_sparse_query_tokens:
+        return "query chunk longer than max_sparse_query_tokens"
+    if max(table.open_tokens for table in layer.tables) > config.page_size + num_queries:
+        return "tokens not paged yet"
+    if layer.pages.num_pages == 0:
+        return "no full page yet"
+    if config.always_paged:
+        return None
+    if tokens < config.min_context_tokens:
+        return "context below min_context_tokens"
+    if all(config.budget_for(table.num_pages) > table.num_pages for table in layer.tables):
+        return "budget covers every page"
+    return None
+
+
+def _bounded_mask(layer: OvalLayer, num_queries: int, mask: Tensor | None) -> Tensor | None:
+    """The given mask; where rows differ in length, also no query reads beyond its own position."""
+    store = layer.store
+    if not store.is_ragged or (mask is not None and mask.dtype != torch.bool):
+        return mask
+    device = layer.pages.starts.device
+    last = torch.tensor(store.lengths, device=device)[:, None] - num_queries + torch.arange(num_queries, device=device)
+    causal = (torch.arange(store.num_tokens, device=device) <= last[..., None])[:, None]  # [B, 1, Q, T]
+    if mask is None and store.visible is not None:
+        mask = store.visible[:, None, None, : store.num_tokens]
+    return causal if mask is None else causal & mask
+
+
+def _visible(mask: Tensor | None, new_tokens: int) -> Tensor | None:
+    """Which of the newest tokens some query may read, bool `[B, new_tokens]`; None: all."""
+    if mask is None:
+        return None
+    return mask[:, 0, :, mask.shape[-1] - new_tokens :].any(1)
+
+
+def paged_attention(
+    binding: Binding,
+    layer: OvalLayer,
+    query: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention that reads the selected pages and the open tail exactly.
+
+    Args:
+        query: `[B, heads, Q, D]`, Q small.
+        mask: bool `[B, 1, Q, T]` or None.
+
+    Returns: `[B, Q, heads, D_v]` in the dtype of `query`.
+    """
+    keys = layer.store.dense()[0]
+    grouped = _grouped(query, keys.shape[1]).float()
+    pages = view_pages(binding, layer, grouped, mask, scaling, softcap)
+    with binding.recorder.timed(keys.device):
+        selection = binding.router.select(grouped, pages)
+    tokens, readable = tokens_to_read(layer, selection, query.shape[2], mask)
+    read_keys, read_values = layer.store.gather(tokens)
+    exact = binding.kernels.attend(grouped, read_keys, read_values, readable, scaling, softcap)
+    parts = [exact] if selection.tail is None else [exact, selection.tail]
+    out = binding.kernels.merge(parts, _sink_logits(s_aux, keys.shape[1]))
+    binding.recorder.paged(layer, binding.router, pages, selection, grouped)
+    return _ungrouped(out, query.dtype)
+
+
+def _grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """`[B, H * G, Q, D]` -> `[B, H, G, Q, D]`."""
+    return query.unflatten(1, (kv_heads, -1))
+
+
+def _ungrouped(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[B, H, G, Q, D_v]` -> `[B, Q, H * G, D_v]`."""
+    return out.flatten(1, 2).transpose(1, 2).contiguous().to(dtype)
+
+
+def _sink_logits(sinks: Tensor | None, kv_heads: int) -> Tensor | None:
+    """One sink logit a query head `[heads]` -> `[1, H, G, 1]`."""
+    return None if sinks is None else sinks.float().view(1, kv_heads, -1, 1)

@@ -1,0 +1,225 @@
+"""The local basis of a page: what is kept in int8 so that a page can be judged, and approximated, without reading it.
+
+For a sealed page with keys K [S, D] and values V [S, D_v], in this order, each step from the dequantised ones before:
+
+    mu = mean(K)                    radius = mean|K - mu|             B = leading directions of K - mu  [r, D]
+    C  = (K - mu) B^T  [S, r]       W = ridge regression of V - mean(V) on C - mean(C)  [r, D_v]
+    v0 = mean(V) - mean(C) W        so that   keys ~ mu + C B   and   values ~ v0 + C W
+    rho_k, rho_v = mean error norms of those two approximations
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+SUBSPACE_ITERATIONS = 6
+RIDGE = 1e-3
+NEGLIGIBLE = 1e-4  # a direction that keeps less than this share of its length when orthogonalised is rounding noise
+
+
+@dataclass
+class PageBasis:
+    """Bases of the pages of one layer. `...` is `[B, H, P]`, P a capacity; int8 vectors carry one float32 scale each.
+
+    `tokens` counts the tokens that may be read; the coefficients of a page are ordered so that those come first.
+    """
+
+    centroid: Tensor  # int8 [..., D]
+    centroid_scale: Tensor  # [...]
+    radius: Tensor  # int8 [..., D]
+    radius_scale: Tensor  # [...]
+    directions: Tensor  # int8 [..., r, D]
+    directions_scale: Tensor  # [..., r]
+    coefficients: Tensor  # int8 [..., S, r]
+    coefficients_scale: Tensor  # [..., r]
+    regression: Tensor  # int8 [..., r, D_v]
+    regression_scale: Tensor  # [..., r]
+    value_offset: Tensor  # int8 [..., D_v]
+    value_offset_scale: Tensor  # [...]
+    key_error: Tensor  # rho_k [...]
+    value_error: Tensor  # rho_v [...]
+    value_norm: Tensor  # sum of the tokens' value norms [...]
+    tokens: Tensor  # int32 [...]
+
+    @staticmethod
+    def empty(
+        batch: int, heads: int, page_size: int, rank: int, dims: tuple[int, int], device: torch.device
+    ) -> PageBasis:
+        """No pages at all. `dims` are the key and value head dimensions."""
+        at = (batch, heads, 0)
+
+        def int8(*shape: int) -> Tensor:
+            return torch.empty(*at, *shape, dtype=torch.int8, device=device)
+
+        def float32(*shape: int) -> Tensor:
+            return torch.empty(*at, *shape, dtype=torch.float32, device=device)
+
+        key_dim, value_dim = dims
+        return PageBasis(
+            centroid=int8(key_dim), centroid_scale=float32(),
+            radius=int8(key_dim), radius_scale=float32(),
+            directions=int8(rank, key_dim), directions_scale=float32(rank),
+            coefficients=int8(page_size, rank), coefficients_scale=float32(rank),
+            regression=int8(rank, value_dim), regression_scale=float32(rank),
+            value_offset=int8(value_dim), value_offset_scale=float32(),
+            key_error=float32(), value_error=float32(), value_norm=float32(),
+            tokens=torch.empty(at, dtype=torch.int32, device=device),
+        )  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages that fit."""
+        return self.tokens.shape[2]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def coarse_bytes(self) -> int:
+        """Bytes of one page that the coarse tier reads."""
+        return sum(self._page_bytes(name) for name in COARSE_FIELDS)
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of one page that the basis tier reads on top of the coarse tier."""
+        return sum(self._page_bytes(name) for name in self.tensors() if name not in COARSE_FIELDS)
+
+    def _page_bytes(self, name: str) -> int:
+        tensor: Tensor = getattr(self, name)
+        return math.prod(tensor.shape[3:]) * tensor.element_size()
+
+    def narrow(self, num_pages: int) -> PageBasis:
+        """The first `num_pages` pages, without a copy."""
+        return PageBasis(**{name: tensor[:, :, :num_pages] for name, tensor in self.tensors().items()})
+
+    def gather(self, pages: Tensor) -> PageBasis:
+        """Copy the bases of pages, int64 `[B, H, n]`."""
+        row = torch.arange(pages.shape[0], device=pages.device)[:, None, None]
+        head = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+        return PageBasis(**{name: tensor[row, head, pages] for name, tensor in self.tensors().items()})
+
+    def grown(self, capacity: int) -> PageBasis:
+        """The same pages with room for `capacity`; the new room holds zeros."""
+        return PageBasis(**{name: _grown(tensor, capacity) for name, tensor in self.tensors().items()})
+
+    def select_rows(self, rows: Tensor) -> PageBasis:
+        """A basis whose row i is row `rows[i]`."""
+        return PageBasis(**{name: tensor.index_select(0, rows) for name, tensor in self.tensors().items()})
+
+    def write(self, row: int | slice, first: int, built: PageBasis) -> None:
+        """Store the pages of `built` in `row`, from page `first` on."""
+        for name, tensor in self.tensors().items():
+            source = getattr(built, name)
+            tensor[row, :, first : first + source.shape[2]] = source
+
+
+COARSE_FIELDS = ("centroid", "centroid_scale", "radius", "radius_scale", "tokens")
+
+
+def build_basis(keys: Tensor, values: Tensor, mask: Tensor, rank: int) -> PageBasis:
+    """Summarise pages.
+
+    Args:
+        keys, values: `[B, H, P, S, D]` and `[B, H, P, S, D_v]`, any float dtype.
+        mask: bool, broadcasts to `[B, H, P, S]`, True for tokens that may be read; others have no influence.
+        rank: directions a page.
+
+    Returns: bases of P pages.
+    """
+    keys, values, real = _real_tokens_first(keys.float(), values.float(), mask)
+    tokens = real.sum(-2)  # [B, H, P, 1]
+    weight = real / tokens.clamp_min(1)[..., None, :]  # [B, H, P, S, 1]
+
+    centroid, centroid_scale, mu = _int8((keys * weight).sum(-2))
+    deviation = (keys - mu[..., None, :]) * real
+    radius, radius_scale, _ = _int8((deviation.abs() * weight).sum(-2))
+    directions, directions_scale, b = _int8(leading_directions(deviation, rank))
+    c_columns, coefficients_scale, c = _int8((deviation @ b.mT).mT)
+    c = c.mT  # [B, H, P, S, r]
+
+    mean_c, mean_v = (c * weight).sum(-2, keepdim=True), (values * weight).sum(-2, keepdim=True)
+    fitted = _ridge((c - mean_c) * real, (values - mean_v) * real)
+    regression, regression_scale, w = _int8(fitted)
+    value_offset, value_offset_scale, v0 = _int8((mean_v - mean_c @ w).squeeze(-2))
+
+    per_token = weight.squeeze(-1)
+    key_error = ((deviation - c @ b).norm(dim=-1) * per_token).sum(-1)
+    value_error = ((values - v0[..., None, :] - c @ w).norm(dim=-1) * per_token).sum(-1)
+    return PageBasis(
+        centroid, centroid_scale, radius, radius_scale, directions, directions_scale,
+        c_columns.mT, coefficients_scale, regression, regression_scale, value_offset, value_offset_scale,
+        key_error, value_error, (values.norm(dim=-1) * real.squeeze(-1)).sum(-1), tokens.squeeze(-1).int(),
+    )  # fmt: skip
+
+
+def leading_directions(deviation: Tensor, rank: int) -> Tensor:
+    """Orthonormal rows that span about the `rank` leading right singular directions of each page.
+
+    Args:
+        deviation: `[..., S, D]`; rows of tokens that do not count are zero.
+        rank: rows wanted. A page with fewer independent directions gets zero rows for the rest.
+
+    Returns: `[..., rank, D]`.
+    """
+    size = deviation.shape[-2]
+    token = torch.arange(size, device=deviation.device) + 0.5
+    wave = torch.arange(1, rank + 1, device=deviation.device)[:, None]
+    mixtures = torch.cos(math.pi / size * wave * token)  # start from smooth mixtures: one row could be an unlucky pick
+    basis = _orthonormal_rows(mixtures @ deviation)
+    for _ in range(SUBSPACE_ITERATIONS):
+        basis = _orthonormal_rows((basis @ deviation.mT) @ deviation)
+    return basis
+
+
+def _orthonormal_rows(rows: Tensor) -> Tensor:
+    """Gram-Schmidt, twice for stability; what is left of a dependent row is noise and becomes zero."""
+    done: list[Tensor] = []
+    for row in rows.unbind(-2):
+        length = row.norm(dim=-1, keepdim=True)
+        for _ in range(2):
+            for other in done:
+                row = row - (row * other).sum(-1, keepdim=True) * other
+        left = row.norm(dim=-1, keepdim=True)
+        done.append(torch.where(left > NEGLIGIBLE * length, row / left.clamp_min(torch.finfo(row.dtype).tiny), 0.0))
+    return torch.stack(done, dim=-2)
+
+
+def _ridge(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Ridge regression `[..., r, D_v]` of centred targets `[..., S, D_v]` on centred inputs `[..., S, r]`."""
+    gram = inputs.mT @ inputs
+    rank = gram.shape[-1]
+    strength = (RIDGE / rank * gram.diagonal(dim1=-2, dim2=-1).sum(-1)).clamp_min(1e-12)
+    eye = torch.eye(rank, device=gram.device)
+    return torch.linalg.solve(gram + strength[..., None, None] * eye, inputs.mT @ targets)
+
+
+def _real_tokens_first(keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Order the tokens of each page so that the masked ones come last, zeroed; the mask becomes `[B, H, P, S, 1]`."""
+    order = mask.expand(keys.shape[:-1]).int().sort(dim=-1, descending=True, stable=True)
+    real, index = order.values[..., None].float(), order.indices[..., None]
+    keys = keys.gather(-2, index.expand(keys.shape)).masked_fill(real == 0, 0)
+    values = values.gather(-2, index.expand(values.shape)).masked_fill(real == 0, 0)
+    return keys, values, real
+
+
+def _int8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise vectors `[..., n]` symmetrically to int8 with one scale each; also returns what they stand for."""
+    scale = x.abs().amax(-1) / 127
+    stored = (x / scale.clamp_min(torch.finfo(x.dtype).tiny)[..., None]).round().clamp(-127, 127)
+    return stored.to(torch.int8), scale, stored * scale[..., None]
+
+
+def _grown(tensor: Tensor, capacity: int) -> Tensor:
+    grown = tensor.new_zeros(*tensor.shape[:2], capacity, *tensor.shape[3:])
+    grown[:, :, : tensor.shape[2]] = tensor
+    return grown

@@ -1,0 +1,32 @@
+"""What an attached attention module knows of its model's handle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from oval_core.kernels.api import Kernels
+from oval_core.routers import Router
+from oval_core.stats import Recorder
+
+BINDING = "oval_binding"  # the attribute under which an attached attention module finds its binding
+
+
+@dataclass
+class Binding:
+    """Shared by all attention modules of one attached model.
+
+    Attributes:
+        router: selects pages.
+        kernels: the resolved implementation.
+        dense_impl: the attention that transformers would run.
+        recorder: counts what is read.
+        hidden_states: newest input of each attention module by layer index, for routers that need it.
+    """
+
+    router: Router
+    kernels: Kernels
+    dense_impl: str
+    recorder: Recorder
+    hidden_states: dict[int, Tensor] = field(default_factory=dict)

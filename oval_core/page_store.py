@@ -1,0 +1,182 @@
+"""Keys and values of one layer: contiguous token storage that grows without copying itself at every step.
+
+Rows may have different lengths (batched speculation crops them differently). Tokens that the attention mask hides
+(padding) stay where they are and are marked in `visible`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+GROWTH = 1.5
+SPARE_TOKENS = 256
+
+
+class PageStore:
+    """Token storage `[B, H, capacity, D]` of one layer, keys and values, in the dtype and on the device of the model.
+
+    Args:
+        keys, values: templates (any number of tokens, also none) `[B, H, n, D]` and `[B, H, n, D_v]`; not stored.
+
+    Attributes:
+        lengths: tokens of each row.
+        visible: bool `[B, capacity]`, False for padding; None as long as no token was hidden.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys = keys.new_empty(keys.shape[0], keys.shape[1], 0, keys.shape[3])
+        self._values = values.new_empty(values.shape[0], values.shape[1], 0, values.shape[3])
+        self.lengths = [0] * keys.shape[0]
+        self.visible: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows have different lengths."""
+        return min(self.lengths, default=0) != self.num_tokens
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit before the storage grows."""
+        return self._keys.shape[2]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """All tokens, without a copy: `[B, H, num_tokens, D]` and `[B, H, num_tokens, D_v]`."""
+        return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add the same number of tokens to every row.
+
+        Args:
+            keys, values: `[B, H, n, D]` and `[B, H, n, D_v]`.
+
+        Raises:
+            ValueError: a shape, dtype or device differs from what is stored.
+        """
+        self._check(keys, self._keys, "keys")
+        self._check(values, self._values, "values")
+        added = keys.shape[2]
+        if values.shape[2] != added:
+            raise ValueError(f"keys and values must have as many tokens, got {added} and {values.shape[2]}")
+        self._reserve(self.num_tokens + added)
+        for row, length in self._row_slices():
+            self._keys[row, :, length : length + added].copy_(keys[row])
+            self._values[row, :, length : length + added].copy_(values[row])
+            if self.visible is not None:
+                self.visible[row, length : length + added] = True
+        self.lengths = [length + added for length in self.lengths]
+
+    def hide(self, visible: Tensor) -> None:
+        """Record which of the last tokens of each row are real: bool `[B, n]`, True where a token may be read."""
+        if self.visible is None:
+            self.visible = torch.ones(
+                len(self.lengths), self.capacity_tokens, dtype=torch.bool, device=self._keys.device
+            )
+        for row, length in self._row_slices():
+            self.visible[row, length - visible.shape[1] : length] = visible[row]
+
+    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy tokens by position.
+
+        Args:
+            tokens: int64 `[B, H, n]`, positions inside the storage.
+
+        Returns: keys `[B, H, n, D]` and values `[B, H, n, D_v]`.
+        """
+        batch, heads, _ = tokens.shape
+        row = torch.arange(batch, device=tokens.device)[:, None, None]
+        head = torch.arange(heads, device=tokens.device)[None, :, None]
+        return self._keys[row, head, tokens], self._values[row, head, tokens]
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Forget the tokens of each row from `lengths[row]` on."""
+        if len(lengths) != len(self.lengths):
+            raise ValueError(f"lengths must name {len(self.lengths)} rows, got {len(lengths)}")
+        bad = [(want, have) for want, have in zip(lengths, self.lengths, strict=True) if not 0 <= want <= have]
+        if bad:
+            raise ValueError(f"a row of {bad[0][1]} tokens cannot be cropped to {bad[0][0]}")
+        self.lengths = list(lengths)
+
+    def keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
+        """Of the tokens from `start[row]` on keep only those at positions `indices[row]`, moved together.
+
+        Args:
+            indices: strictly ascending positions of each row, all >= `start[row]`.
+            start: tokens of each row that stay untouched.
+
+        Raises:
+            ValueError: rows or positions do not fit; nothing is changed.
+        """
+        self._check_keep(indices, start)
+        for row, kept in enumerate(indices):
+            stop = start[row] + len(kept)
+            moved = torch.as_tensor(kept, dtype=torch.long, device=self._keys.device)
+            for storage in (self._keys, self._values):
+                storage[row, :, start[row] : stop] = storage[row, :, moved]
+            if self.visible is not None:
+                self.visible[row, start[row] : stop] = self.visible[row, moved]
+        self.lengths = [first + len(kept) for first, kept in zip(start, indices, strict=True)]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Make row i what row `rows[i]` was; rows may repeat or vanish (beam search, batch repeat, batch select)."""
+        rows = rows.to(self._keys.device)
+        self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+        if self.visible is not None:
+            self.visible = self.visible.index_select(0, rows)
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
+
+    def _row_slices(self) -> list[tuple[slice, int]]:
+        """Slices of rows that share a length: one slice in the usual case."""
+        if not self.is_ragged:
+            return [(slice(None), self.num_tokens)]
+        return [(slice(row, row + 1), length) for row, length in enumerate(self.lengths)]
+
+    def _reserve(self, tokens: int) -> None:
+        """Grow the capacity by a constant factor, so that growth costs O(1) copies a token."""
+        if tokens <= self.capacity_tokens:
+            return
+        capacity = max(tokens + SPARE_TOKENS, int(self.capacity_tokens * GROWTH))
+        self._keys, self._values = self._grown(self._keys, capacity), self._grown(self._values, capacity)
+        if self.visible is not None:
+            spare = self.visible.new_ones(self.visible.shape[0], capacity - self.visible.shape[1])
+            self.visible = torch.cat([self.visible, spare], dim=1)
+
+    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+        grown = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+        grown[:, :, : self.num_tokens] = old[:, :, : self.num_tokens]
+        grown[:, :, self.num_tokens :] = 0  # a view of ragged rows shows it: weight zero times NaN would be NaN
+        return grown
+
+    def _check(self, new: Tensor, stored: Tensor, name: str) -> None:
+        expected = (stored.shape[0], stored.shape[1], stored.shape[3])
+        got = (new.shape[0], new.shape[1], new.shape[3])
+        if expected != got:
+            raise ValueError(
+                f"{name} [batch, kv_heads, head_dim] must be {expected} as in the cache, got {got}; "
+                "was this cache filled by another model or batch?"
+            )
+        if new.dtype != stored.dtype or new.device != stored.device:
+            raise ValueError(
+                f"{name} must be {stored.dtype} on {stored.device} as in the cache, got {new.dtype} on {new.device}"
+            )
+
+    def _check_keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
+        if not len(indices) == len(start) == len(self.lengths):
+            raise ValueError(f"indices and start must name {len(self.lengths)} rows, got {len(indices)}, {len(start)}")
+        for kept, first, length in zip(indices, start, self.lengths, strict=True):
+            bounds = [first - 1, *kept, length]
+            if first < 0 or any(a >= b for a, b in pairwise(bounds)):
+                raise ValueError(f"positions must ascend strictly within [{first}, {length}), got {list(kept)}")

@@ -1,0 +1,136 @@
+"""What a router sees and what it answers. To write one, override `Router.score`; `box.py` is a short example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from oval_core.basis import PageBasis
+from oval_core.kernels.api import Kernels, Partial
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The sealed pages of one layer as a router sees them; B rows, H KV heads, P pages of the fullest row.
+
+    Attributes:
+        basis: bases of P pages.
+        features: what the router's own `page_features` stored, `[B, H, P, F]`, or None.
+        starts, lengths, tags: int64 `[B, P]`: first token, tokens, tag (`page_table.TEXT` or an image number).
+        counts: int64 `[B]`, sealed pages of each row.
+        seen: int64 `[B, Q, P]`, tokens of a page that the attention mask lets a query read; None: all readable ones.
+        budget, shortlist: int64 `[B]`, sealed pages to read exactly and to evaluate.
+        most: the largest entries of `budget` and `shortlist`.
+        sinks, window: sealed pages at the start and the end that must be selected.
+        keys: the layer's tokens, `[B, H, T, D]`.
+        token_mask: bool `[B, T]`, False for padding; None if there is none.
+        positions: int64 `[B, Q]`, absolute position of each query in its row, padding not counted.
+        hidden_states: input of the attention module, `[B, Q, hidden]`, if the router asked for it.
+        layer_idx, scaling, softcap, kernels: of the attention at hand.
+    """
+
+    basis: PageBasis
+    features: Tensor | None
+    starts: Tensor
+    lengths: Tensor
+    tags: Tensor
+    counts: Tensor
+    seen: Tensor | None
+    budget: Tensor
+    shortlist: Tensor
+    most: tuple[int, int]
+    sinks: int
+    window: int
+    keys: Tensor
+    token_mask: Tensor | None
+    positions: Tensor
+    hidden_states: Tensor | None
+    layer_idx: int
+    scaling: float
+    softcap: float | None
+    kernels: Kernels
+
+    @property
+    def index(self) -> Tensor:
+        """Page numbers, `[P]`."""
+        return torch.arange(self.starts.shape[1], device=self.starts.device)
+
+    def present(self) -> Tensor:
+        """bool `[B, 1, P]`: pages that the row has and that hold a readable token."""
+        return (self.index < self.counts[:, None])[:, None] & (self.basis.tokens[:, :1] > 0)
+
+    def forced(self) -> Tensor:
+        """bool `[B, 1, P]`: sinks and window."""
+        in_window = self.index >= (self.counts - self.window)[:, None]
+        return ((self.index < self.sinks) | in_window)[:, None] & self.present()
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Share of each page, `[B, H, P]`: softmax of `scores [B, H, G, Q, P]` over the pages, mean over G and Q."""
+        unseen = ~self.present()[:, :, None, None]
+        if self.seen is not None:
+            unseen = unseen | (self.seen == 0)[:, None, None]
+        return scores.masked_fill(unseen, torch.finfo(scores.dtype).min).softmax(-1).mean((2, 3))
+
+    def top(self, scores: Tensor, wanted: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """The forced pages, then those with the largest `scores [B, H, P]`: `wanted [B]` of each row, at most `most`.
+
+        Returns: pages, int64 `[B, H, most]`, and which of them count, bool of that shape.
+        """
+        scores = scores.masked_fill(self.forced(), torch.inf).masked_fill(~self.present(), -torch.inf)
+        best = scores.topk(most, dim=-1)
+        rank = torch.arange(most, device=scores.device)
+        return best.indices, (rank < wanted[:, None, None]) & (best.values > -torch.inf)
+
+
+class Selection(NamedTuple):
+    """Pages to read exactly, int64 `[B, H, K]`, which of them count, and what the other pages contribute.
+
+    `tail.out` is `[B, H, G, Q, D_v]`, `tail.lse [B, H, G, Q]`; None: nothing.
+    """
+
+    pages: Tensor
+    valid: Tensor
+    tail: Partial | None = None
+
+
+class Router:
+    """Decides which pages are read exactly. One selection serves all queries of a KV head's group and of a chunk.
+
+    Attributes:
+        name: as in `OvalConfig(router=name)`.
+        needs_hidden_states: ask for `Pages.hidden_states`.
+    """
+
+    name = "router"
+    needs_hidden_states = False
+
+    def score(self, query: Tensor, pages: Pages) -> Tensor:
+        """Value of reading each page exactly.
+
+        Args:
+            query: float32 `[B, H, G, Q, D]`.
+
+        Returns: float32 `[B, H, G, Q, P]`, compared over the pages after a softmax.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override score or select")
+
+    def select(self, query: Tensor, pages: Pages) -> Selection:
+        """Choose pages; the default takes the best scores and drops the rest. `query` as in `score`."""
+        chosen, valid = pages.top(pages.weights(self.score(query, pages)), pages.budget, pages.most[0])
+        return Selection(chosen, valid)
+
+    def page_features(self, keys: Tensor, mask: Tensor) -> Tensor | None:
+        """Anything the router wants to remember of a page when it is sealed: `[B, H, P, F]`, or None.
+
+        Args:
+            keys: `[B, H, P, S, D]`.
+            mask: bool `[B, 1, P, S]`, True for readable tokens.
+        """
+        return None
+
+    def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
+        """Bytes of metadata that one selection reads for one KV head with that many pages."""
+        return 0 if features is None else pages * features.shape[-1] * features.element_size()

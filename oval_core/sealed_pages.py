@@ -1,0 +1,130 @@
+"""The sealed pages of one layer: the page tables of its rows, mirrored in device tensors, and what is kept of each page.
+
+Tensors have room for more pages than there are, so that their shapes stay the same over many steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oval_core.basis import PageBasis, build_basis
+from oval_core.config import OvalConfig
+from oval_core.page_store import PageStore
+from oval_core.page_table import PageTable
+from oval_core.routers import Router
+
+PAGES_AT_ONCE = 512  # pages summarised in one go, so that sealing a long prompt needs little scratch memory
+SPARE_PAGES = 16
+GROWTH = 1.5
+
+
+class SealedPages:
+    """Page tables, bases and router features of one layer.
+
+    Args:
+        config: how to page.
+        router: whose `page_features` are stored beside the bases.
+        keys, values: templates `[B, H, n, D]`, `[B, H, n, D_v]`.
+
+    Attributes:
+        tables: one `PageTable` a row.
+        starts, lengths, tags: int64 `[B, capacity]`, the tables on the device.
+        basis: bases `[B, H, capacity, ...]`.
+        features: `[B, H, capacity, F]`, or None.
+    """
+
+    def __init__(self, config: OvalConfig, router: Router, keys: Tensor, values: Tensor) -> None:
+        batch, heads, _, key_dim = keys.shape
+        if config.rank > key_dim:
+            raise ValueError(f"rank must be at most the head dimension {key_dim}, got {config.rank}")
+        self._page_size, self._rank, self._router = config.page_size, config.rank, router
+        self.tables = [PageTable(config.page_size) for _ in range(batch)]
+        dims = (key_dim, values.shape[-1])
+        self.basis = PageBasis.empty(batch, heads, config.page_size, config.rank, dims, keys.device)
+        self.starts = torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
+        self.lengths, self.tags = self.starts.clone(), self.starts.clone()
+        self.features: Tensor | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Sealed pages of the fullest row."""
+        return max((table.num_pages for table in self.tables), default=0)
+
+    def seal(self, store: PageStore, limit: int) -> None:
+        """Summarise every page that became full within the first `limit` tokens of its row."""
+        new = [table.seal(limit) for table in self.tables]
+        if not any(new):
+            return
+        self._reserve()
+        if self._rows_are_alike(new):
+            self._write(store, slice(None), self.tables[0], new[0])
+            return
+        for row, pages in enumerate(new):
+            if pages:
+                self._write(store, slice(row, row + 1), self.tables[row], pages)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Make row i what row `rows[i]` was."""
+        rows = rows.to(self.starts.device)
+        self.basis = self.basis.select_rows(rows)
+        self.starts, self.lengths, self.tags = self.starts[rows], self.lengths[rows], self.tags[rows]
+        if self.features is not None:
+            self.features = self.features[rows]
+        self.tables = [self.tables[row].copy() for row in rows.tolist()]
+
+    def _rows_are_alike(self, new: list[range]) -> bool:
+        first = self.tables[0]
+        return all(
+            pages == new[0] and table.starts == first.starts and table.lengths == first.lengths
+            for table, pages in zip(self.tables, new, strict=True)
+        )
+
+    def _write(self, store: PageStore, rows: slice, table: PageTable, pages: range) -> None:
+        """Mirror and summarise `pages`, which all `rows` have alike."""
+        for name in ("starts", "lengths", "tags"):
+            values = torch.tensor(getattr(table, name)[pages.start : pages.stop], device=self.starts.device)
+            getattr(self, name)[rows, pages.start : pages.stop] = values
+        for first in range(pages.start, pages.stop, PAGES_AT_ONCE):
+            self._summarise(store, rows, table, range(first, min(first + PAGES_AT_ONCE, pages.stop)))
+
+    def _summarise(self, store: PageStore, rows: slice, table: PageTable, pages: range) -> None:
+        keys, values, mask = self._tokens(store, rows, table, pages)
+        self.basis.write(rows, pages.start, build_basis(keys, values, mask, self._rank))
+        features = self._router.page_features(keys, mask)
+        if features is None:
+            return
+        if self.features is None:
+            self.features = features.new_zeros(*self.basis.tokens.shape, features.shape[-1])
+        self.features[rows, :, pages.start : pages.stop] = features
+
+    def _tokens(self, store: PageStore, rows: slice, table: PageTable, pages: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[b, H, P, S, ...]` and mask `[b, 1, P, S]` of pages that lie one after the other."""
+        size, sizes = self._page_size, table.lengths[pages.start : pages.stop]
+        begin, stop = table.starts[pages.start], table.starts[pages.stop - 1] + sizes[-1]
+        lengths = torch.tensor(sizes, device=self.starts.device)
+        token = torch.arange(size, device=self.starts.device)
+        mask = (token < lengths[:, None])[None, None]
+        keys, values = (tokens[rows, :, begin:stop] for tokens in store.dense())
+        visible = None if store.visible is None else store.visible[rows, begin:stop]
+        if min(sizes) == size:  # the usual case: a view is enough
+            paged = (len(pages), size)
+            mask = mask if visible is None else visible.unflatten(1, paged)[:, None]
+            return keys.unflatten(2, paged), values.unflatten(2, paged), mask
+        index = (lengths.cumsum(0) - lengths)[:, None] + torch.minimum(token, lengths[:, None] - 1)
+        mask = mask if visible is None else mask & visible[:, index][:, None]
+        return keys[:, :, index], values[:, :, index], mask
+
+    def _reserve(self) -> None:
+        """Grow the tensors by a constant factor."""
+        have = self.starts.shape[1]
+        if self.num_pages <= have:
+            return
+        more = max(self.num_pages + SPARE_PAGES, int(have * GROWTH)) - have
+        self.basis = self.basis.grown(have + more)
+        for name in ("starts", "lengths", "tags"):
+            old = getattr(self, name)
+            setattr(self, name, torch.cat([old, old.new_zeros(old.shape[0], more)], dim=1))
+        if self.features is not None:
+            spare = self.features.new_zeros(*self.features.shape[:2], more, self.features.shape[3])
+            self.features = torch.cat([self.features, spare], dim=2)

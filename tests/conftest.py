@@ -1,0 +1,31 @@
+"""What holds for every test: offline, reproducible, on few threads; tests marked `gpu` need a CUDA device."""
+
+import os
+import random
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("oval", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("oval")
+torch.set_num_threads(min(4, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    needs_cuda = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(needs_cuda)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
