@@ -130,6 +130,7 @@ class Handle:
         """Page the cache that this forward pass is going to use."""
         arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         arguments = {**arguments, **arguments.get("kwargs", {})}
+        _check_tokens(arguments)
         name = next((key for key in CACHE_ARGUMENTS if arguments.get(key) is not None), None)
         cache = None if name is None else arguments[name]
         if cache is None or cache.get_seq_length() == 0:
@@ -140,7 +141,7 @@ class Handle:
             self._recorder.note(reason)
             return None
         if cache is None:
-            return args, {**kwargs, "cache": self._new_cache()}
+            return _with_cache(model, args, kwargs, self._new_cache())
         self._page(_self_attention(cache))
         return None
 
@@ -180,6 +181,8 @@ def _check_model(model: PreTrainedModel, config: OvalConfig) -> None:
     """Refuse what cannot be attached."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    if not isinstance(config, OvalConfig):
+        raise TypeError(f"config must be an OvalConfig, got {type(config).__name__}")
     if any(hasattr(module, BINDING) for module in model.modules()):
         raise RuntimeError(f"{type(model).__name__} is already attached; call handle.detach() first")
     text_config = model.config.get_text_config(decoder=True)
@@ -191,6 +194,24 @@ def _check_model(model: PreTrainedModel, config: OvalConfig) -> None:
     head_dim = getattr(text_config, "head_dim", None) or (heads and text_config.hidden_size // heads)
     if head_dim and config.rank > head_dim:
         raise ValueError(f"rank must be at most the head dimension {head_dim}, got {config.rank}")
+
+
+def _check_tokens(arguments: dict[str, Any]) -> None:
+    """Refuse a prompt without tokens; transformers fails somewhere inside the first attention module."""
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"):
+        tokens = arguments.get(name)
+        if tokens is not None and tokens.shape[1] == 0:
+            raise ValueError(f"{name} is empty: expected at least one token, got shape {list(tokens.shape)}")
+
+
+def _with_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache) -> Any:
+    """The arguments of a forward pass that was given no cache, with `cache` in its place."""
+    parameters = [*inspect.signature(model.forward).parameters]
+    name = next(key for key in CACHE_ARGUMENTS if key in parameters)
+    at = parameters.index(name)
+    if at < len(args):
+        return (*args[:at], cache, *args[at + 1 :]), kwargs
+    return args, {**{key: value for key, value in kwargs.items() if key not in CACHE_ARGUMENTS}, name: cache}
 
 
 def _decoder_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
@@ -231,7 +252,7 @@ def _kind(layer: object) -> str:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+    return getattr(module, "layer_idx", None) is not None and hasattr(module, "is_causal")
 
 
 def _feed_hidden_states(module: nn.Module, binding: Binding) -> Any:

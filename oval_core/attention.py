@@ -49,7 +49,7 @@ def oval_attention(
     claimed, oval_layer.handed_out = key is oval_layer.handed_out, None
     reason = _unpageable(claimed, module, bounded, dropout, kwargs)
     if reason is None:
-        oval_layer.attended(_visible(bounded, oval_layer.unattended_tokens))
+        oval_layer.attended(_visible(bounded, oval_layer))
         reason = _reason_to_be_dense(oval_layer, query.shape[2])
     if reason is not None:
         binding.recorder.dense(oval_layer, query.shape[2], reason)
@@ -106,11 +106,15 @@ def _bounded_mask(layer: OvalLayer, num_queries: int, mask: Tensor | None) -> Te
     return causal if mask is None else causal & mask
 
 
-def _visible(mask: Tensor | None, new_tokens: int) -> Tensor | None:
-    """Which of the newest tokens some query may read, bool `[B, new_tokens]`; None: all."""
+def _visible(mask: Tensor | None, layer: OvalLayer) -> Tensor | None:
+    """Which of each row's newest tokens some query may read, bool `[B, unattended_tokens]`; None: all."""
     if mask is None:
         return None
-    return mask[:, 0, :, mask.shape[-1] - new_tokens :].any(1)
+    new = layer.unattended_tokens
+    if not layer.store.is_ragged:
+        return mask[:, 0, :, mask.shape[-1] - new :].any(1)
+    end = torch.tensor(layer.store.lengths, device=mask.device)[:, None]
+    return mask[:, 0].any(1).gather(-1, end + torch.arange(-new, 0, device=mask.device))
 
 
 def paged_attention(

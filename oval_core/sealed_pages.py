@@ -76,7 +76,7 @@ class SealedPages:
     def _rows_are_alike(self, new: list[range]) -> bool:
         first = self.tables[0]
         return all(
-            pages == new[0] and table.starts == first.starts and table.lengths == first.lengths
+            pages == new[0] and (table.starts, table.lengths, table.tags) == (first.starts, first.lengths, first.tags)
             for table, pages in zip(self.tables, new, strict=True)
         )
 

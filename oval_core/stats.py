@@ -157,8 +157,9 @@ def _read_pages(selection: Selection, pages: Pages) -> Tensor:
 
 def _hit_rate(query: Tensor, pages: Pages, read: Tensor) -> Tensor:
     """Share of the true attention mass of the sealed pages that lies on pages read exactly."""
-    mass = pages.weights(exact_log_mass(query, pages))
-    return (mass * read).sum(-1).mean()
+    hit = (pages.weights(exact_log_mass(query, pages)) * read).sum(-1)  # [B, H]
+    counts = pages.present().any(-1).expand_as(hit)  # a row without pages has no mass to miss
+    return (hit * counts).sum() / counts.sum().clamp_min(1)
 
 
 def _token_bytes(layer: OvalLayer) -> int:

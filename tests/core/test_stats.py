@@ -1,0 +1,163 @@
+"""The figures of `stats()` on cases that can be computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from oval_core.routers import ROUTERS
+from oval_core.stats import Recorder, TraceEntry
+from tests.core.scenes import DIM, HEADS, VALUE_DIM, Attention, Tokens, filled, random_tokens, small_config
+
+TOKEN_BYTES = HEADS * (DIM + VALUE_DIM) * 4
+COARSE_BYTES = 2 * (DIM + 4) + 4
+
+
+def report_of(tokens: Tokens, padding: list[int] | None = None, **config: Any) -> dict[str, Any]:
+    return filled(small_config(**config), tokens, padding).recorder.report()
+
+
+def test_nothing_was_read() -> None:
+    assert Recorder(small_config()).report() == {
+        "steps": 0, "context_tokens": 0, "pages": None, "pages_read_mean": None, "bytes_read": 0, "bytes_dense": 0,
+        "metadata_bytes": 0, "read_ratio": None, "dense_steps": {}, "route_hit_rate": None, "page_utilization": None,
+        "route_latency_p50_s": None, "route_latency_p99_s": None,
+    }  # fmt: skip
+
+
+def test_bytes_of_one_step() -> None:
+    """83 tokens: 10 pages of 8 and 3 open tokens; 4 pages are read, the open one included."""
+    report = report_of(random_tokens(1, 83), router="box")
+    assert report["bytes_dense"] == 83 * TOKEN_BYTES
+    assert report["metadata_bytes"] == HEADS * 10 * COARSE_BYTES
+    assert report["bytes_read"] == (3 * 8 + 3) * TOKEN_BYTES + report["metadata_bytes"]
+    assert report["read_ratio"] == report["bytes_read"] / report["bytes_dense"]
+    assert (report["pages"], report["pages_read_mean"], report["context_tokens"]) == (11, 4, 83)
+    assert (report["steps"], report["dense_steps"]) == (2, {"empty cache": 1})
+
+
+def test_bytes_of_the_bases() -> None:
+    """The shortlist is a quarter of 10 pages, but no less than the budget."""
+    basis_bytes = 2 * (DIM + 4) + (8 + 4) * 2 + 2 * (VALUE_DIM + 4) + (VALUE_DIM + 4) + 3 * 4
+    for ratio, listed in ((0.25, 3), (0.7, 7)):
+        report = report_of(random_tokens(1, 83), shortlist_ratio=ratio)
+        metadata = HEADS * (10 * COARSE_BYTES + listed * basis_bytes)
+        assert report["bytes_read"] == (3 * 8 + 3) * TOKEN_BYTES + metadata
+
+
+def test_bytes_of_low_precision_and_of_several_rows() -> None:
+    """Rows of 10 and of 5 pages; features of quest are in the dtype of the cache."""
+    tokens = Tokens(*(x.bfloat16() for x in random_tokens(2, 83)))
+    report = report_of(tokens, [0, 40], router="quest")
+    assert report["bytes_dense"] == 2 * 83 * TOKEN_BYTES // 2
+    assert report["bytes_read"] == 2 * (3 * 8 + 3) * TOKEN_BYTES // 2 + HEADS * 15 * 2 * DIM * 2
+    assert (report["pages"], report["pages_read_mean"]) == (11, 4)
+
+
+def test_short_pages_are_read_at_their_length() -> None:
+    attention, tokens = Attention(small_config(router="window", budget_pages=3)), random_tokens(1, 21)
+    attention(tokens.part(0, 20))
+    attention.layer.mark(0, 0, 3, tag=0)
+    attention.decode(tokens.part(20))
+    assert attention.layer.tables[0].lengths == [3, 8, 8]
+    assert attention.recorder.report()["bytes_read"] == (3 + 8 + 2) * TOKEN_BYTES
+
+
+def test_a_dense_decoding_step_reads_everything() -> None:
+    report = report_of(random_tokens(1, 83), always_paged=False, budget_pages=99)
+    assert report["dense_steps"] == {"empty cache": 1, "budget covers every page": 1}
+    assert report["bytes_read"] == report["bytes_dense"] == 83 * TOKEN_BYTES
+    assert report["pages"] is None
+
+
+def test_reasons_are_counted_once_a_step() -> None:
+    attention = Attention(small_config(max_sparse_query_tokens=4, min_context_tokens=60, always_paged=False))
+    tokens = random_tokens(1, 80)
+    attention(tokens.part(0, 5))
+    attention.recorder.note("empty cache")  # another layer of the same step
+    attention.decode(tokens.part(5, 8))
+    attention(tokens.part(8, 40))
+    attention.decode(tokens.part(40, 43))
+    attention(tokens.part(43, 46), position_bias=torch.zeros(1, 6, 3, 46))
+    attention.train()
+    attention(tokens.part(46, 47))
+    attention.eval()
+    attention.decode(tokens.part(47))
+    report = attention.recorder.report()
+    assert report["dense_steps"] == {
+        "empty cache": 1,
+        "no full page yet": 3,
+        "query chunk longer than max_sparse_query_tokens": 1,
+        "context below min_context_tokens": 3 + 12,
+        "position bias": 1,
+        "training": 1,
+    }
+    assert report["steps"] == 1 + 3 + 1 + 3 + 1 + 1 + 33
+    assert report["pages_read_mean"] == 4
+
+
+@pytest.mark.parametrize("router", [kind.name for kind in ROUTERS])
+def test_hit_rate_is_a_share_and_the_oracle_has_the_highest(router: str) -> None:
+    tokens = random_tokens(2, 83)
+    rate = report_of(tokens, [0, 30], router=router)["route_hit_rate"]
+    assert 0 < rate <= report_of(tokens, [0, 30], router="oracle")["route_hit_rate"] + 1e-6 < 1
+
+
+@pytest.mark.parametrize("padding", [[0, 0], [0, 30], [0, 78]])
+def test_a_full_budget_hits_everything(padding: list[int]) -> None:
+    """Also if a row has no sealed page at all: nothing of it can be missed."""
+    report = report_of(random_tokens(2, 83), padding, budget_pages=99)
+    assert report["route_hit_rate"] == pytest.approx(1)
+    assert report["page_utilization"] == 1
+
+
+@pytest.mark.parametrize(("every", "samples"), [(0, 0), (1, 8), (3, 3), (64, 1)])
+def test_hit_rate_is_sampled(every: int, samples: int) -> None:
+    attention = filled(small_config(stats_every=every), random_tokens(1, 80))
+    attention.decode(random_tokens(1, 7))
+    assert len(attention.recorder._hit_rates) == samples
+    assert (attention.recorder.report()["route_hit_rate"] is None) == (samples == 0)
+
+
+def test_page_utilization_counts_pages_once() -> None:
+    """Sink and window of one page: the sink again and again, every new page once it is the last."""
+    attention = filled(small_config(router="window", budget_pages=3), random_tokens(1, 81))
+    assert attention.recorder.report()["page_utilization"] == pytest.approx(2 / 10)
+    attention.decode(random_tokens(1, 16))
+    assert attention.layer.tables[0].num_pages == 12
+    assert attention.recorder.report()["page_utilization"] == pytest.approx(4 / 12)
+
+
+def test_percentiles_are_measured_values() -> None:
+    recorder = Recorder(small_config())
+    recorder._route_s = [float(i) for i in range(200, 0, -1)]
+    assert (recorder.report()["route_latency_p50_s"], recorder.report()["route_latency_p99_s"]) == (100, 198)
+    recorder._route_s = [3.0]
+    assert (recorder.report()["route_latency_p50_s"], recorder.report()["route_latency_p99_s"]) == (3, 3)
+
+
+def test_the_time_of_every_selection_counts() -> None:
+    attention = filled(small_config(), random_tokens(1, 81))
+    attention.decode(random_tokens(1, 5))
+    report = attention.recorder.report()
+    assert len(attention.recorder._route_s) == 6
+    assert 0 < report["route_latency_p50_s"] <= report["route_latency_p99_s"] < 10
+
+
+def test_the_trace_shows_each_selection() -> None:
+    attention = filled(small_config(), random_tokens(1, 81))
+    attention.recorder.trace = trace = list[TraceEntry]()
+    attention.decode(random_tokens(1, 2))
+    assert [(entry.step, entry.layer_idx, entry.read.shape) for entry in trace] == [
+        (3, 0, (1, HEADS, 10)),
+        (4, 0, (1, HEADS, 10)),
+    ]
+    assert all((entry.read.sum(-1) == 3).all() for entry in trace)
+
+
+def test_reset_starts_a_new_generation() -> None:
+    attention = filled(small_config(), random_tokens(1, 81))
+    attention.recorder.reset()
+    assert attention.recorder.report() == Recorder(small_config()).report()
