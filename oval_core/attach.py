@@ -23,6 +23,7 @@ from oval_core.routers import make_router
 from oval_core.stats import Recorder, TraceEntry
 
 NAME = "oval"
+NO_CACHE = "no cache"
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # the second is transformers' old name of the first
 
 AttentionInterface.register(NAME, oval_attention)
@@ -68,13 +69,16 @@ class Handle:
         self._recorder = Recorder(config)
         self._router = make_router(config)
         self._configs = _decoder_configs(model)
-        self._before: str | None = None
+        self._before: list[str] = []
         self._bound: list[nn.Module] = []
         self._hooks: list[Any] = []
 
     def stats(self) -> dict[str, Any]:
         """What was read since the cache was last empty; the keys are explained in the README."""
-        layers = Counter(_kind(layer) for layer in DynamicCache(config=self._text_config).layers)
+        kinds = [_kind(layer) for layer in DynamicCache(config=self._text_config).layers]
+        for index, reason in self._recorder.unpageable.items():
+            kinds[index] = f"dense: {reason}" if reason else kinds[index]
+        layers = Counter(kinds)
         return {**self._recorder.report(), "layers": dict(layers), "impl": self.impl}
 
     def detach(self) -> None:
@@ -83,9 +87,11 @@ class Handle:
             hook.remove()
         for module in self._bound:
             delattr(module, BINDING)
-        if self._before is not None:
-            self._set_attention(self._before)
-        self._hooks, self._bound, self._before = [], [], None
+        if self._before:
+            self._set_attention(self._before[0])
+        for config, implementation in zip(self._configs, self._before, strict=False):
+            config._attn_implementation = implementation
+        self._hooks, self._bound, self._before = [], [], []
 
     @contextmanager
     def trace(self) -> Iterator[list[TraceEntry]]:
@@ -105,15 +111,17 @@ class Handle:
 
     def _install(self) -> None:
         """Change the model. If this raises, `detach` undoes what was done."""
-        self._before = self._configs[0]._attn_implementation
+        self._before = [config._attn_implementation for config in self._configs]
         self._set_attention(NAME)
         if any(config._attn_implementation != NAME for config in self._configs):
             raise TypeError(f"{type(self.model).__name__} does not let its attention implementation be set")
-        binding = Binding(self._router, kernels.load(self.impl), self._before or "sdpa", self._recorder)
+        binding = Binding(self.impl, self._before[0] or "sdpa", self._recorder)
         for module in self.model.modules():
             if not isinstance(module, PreTrainedModel) and _has_config(module, self._configs):
                 setattr(module, BINDING, binding)
                 self._bound.append(module)
+        if hasattr(binding.kernels, "warm_up"):
+            binding.kernels.warm_up(self.model.dtype)
         self._hooks.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         if self._router.needs_hidden_states:
             self._hooks += [_feed_hidden_states(module, binding) for module in self._bound if _is_attention(module)]
@@ -133,10 +141,10 @@ class Handle:
         _check_tokens(arguments)
         name = next((key for key in CACHE_ARGUMENTS if arguments.get(key) is not None), None)
         cache = None if name is None else arguments[name]
-        if cache is None or cache.get_seq_length() == 0:
+        reason = self._reason_to_leave(cache, arguments.get("use_cache"))
+        if reason != NO_CACHE and (cache is None or cache.get_seq_length() == 0):
             self._recorder.reset()
         self._recorder.next_step()
-        reason = self._reason_to_leave(cache, arguments.get("use_cache"))
         if reason is not None:
             self._recorder.note(reason)
             return None
@@ -151,7 +159,7 @@ class Handle:
             return "training"
         if cache is None:
             wanted = getattr(self._text_config, "use_cache", True) if use_cache is None else use_cache
-            return None if wanted else "no cache"
+            return None if wanted else NO_CACHE
         own = _self_attention(cache)
         if type(own) not in (DynamicCache, OvalCache) or own.offloading:
             return f"{'offloaded ' if own.offloading else ''}{type(own).__name__}"

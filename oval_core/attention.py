@@ -6,6 +6,7 @@ by log-sum-exp with the router's estimate of the other pages.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from oval_core.binding import BINDING, Binding
 from oval_core.dense import dense_attention
 from oval_core.layer import OvalLayer
 from oval_core.page_view import tokens_to_read, view_pages
+from oval_core.routers import Pages, Selection
+from oval_core.routers.basis import BasisRouter
 
 
 def oval_attention(
@@ -48,6 +51,7 @@ def oval_attention(
     bounded = _bounded_mask(oval_layer, query.shape[2], attention_mask)
     claimed, oval_layer.handed_out = key is oval_layer.handed_out, None
     reason = _unpageable(claimed, module, bounded, dropout, kwargs)
+    binding.recorder.unpageable[oval_layer.layer_idx] = reason
     if reason is None:
         oval_layer.attended(_visible(bounded, oval_layer))
         reason = _reason_to_be_dense(oval_layer, query.shape[2])
@@ -94,9 +98,10 @@ def _reason_to_be_dense(layer: OvalLayer, num_queries: int) -> str | None:
 
 
 def _bounded_mask(layer: OvalLayer, num_queries: int, mask: Tensor | None) -> Tensor | None:
-    """The given mask; where rows differ in length, also no query reads beyond its own position."""
+    """The given mask; where rows differ in length or no mask says so, no query reads beyond its own position."""
     store = layer.store
-    if not store.is_ragged or (mask is not None and mask.dtype != torch.bool):
+    implied = store.is_ragged or (mask is None and 1 < num_queries < store.num_tokens)
+    if not implied or (mask is not None and mask.dtype != torch.bool):
         return mask
     device = layer.pages.starts.device
     last = torch.tensor(store.lengths, device=device)[:, None] - num_queries + torch.arange(num_queries, device=device)
@@ -135,18 +140,46 @@ def paged_attention(
 
     Returns: `[B, Q, heads, D_v]` in the dtype of `query`.
     """
-    keys = layer.store.dense()[0]
-    grouped = _grouped(query, keys.shape[1]).float()
-    pages = view_pages(binding, layer, grouped, mask, scaling, softcap)
-    with binding.recorder.timed(keys.device):
-        selection = binding.router.select(grouped, pages)
-    tokens, readable = tokens_to_read(layer, selection, query.shape[2], mask)
-    read_keys, read_values = layer.store.gather(tokens)
-    exact = binding.kernels.attend(grouped, read_keys, read_values, readable, scaling, softcap)
-    parts = [exact] if selection.tail is None else [exact, selection.tail]
-    out = binding.kernels.merge(parts, _sink_logits(s_aux, keys.shape[1]))
-    binding.recorder.paged(layer, binding.router, pages, selection, grouped)
+    grouped = _grouped(query, layer.store.storage[0].shape[1]).float()
+    view, router = partial(view_pages, binding, layer, grouped, mask, scaling, softcap), layer.router
+    if type(router) is BasisRouter and _is_fused(binding, grouped, layer, mask, softcap, s_aux):
+        with binding.recorder.timed(query.device):
+            out, selection = binding.kernels.cascade(grouped, layer, mask, scaling, router.estimate_tail)
+    else:
+        out, selection = _tier_by_tier(binding, layer, grouped, view(), mask, s_aux)
+    binding.recorder.paged(layer, selection, grouped, view)
     return _ungrouped(out, query.dtype)
+
+
+def _is_fused(
+    binding: Binding,
+    query: Tensor,
+    layer: OvalLayer,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> bool:
+    """Whether the implementation does the basis router's whole cascade in one call, and can do this one."""
+    if not hasattr(binding.kernels, "cascade"):
+        return False
+    reason = binding.kernels.unsupported(query, layer, mask, softcap, sinks)
+    if reason is not None:
+        binding.recorder.fall_back(reason)
+    return reason is None
+
+
+def _tier_by_tier(
+    binding: Binding, layer: OvalLayer, query: Tensor, pages: Pages, mask: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Selection]:
+    """Any router: select, read, merge. `query [B, H, G, Q, D]` -> `[B, H, G, Q, D_v]`."""
+    kernels = binding.kernels
+    with binding.recorder.timed(query.device):
+        selection = layer.router.select(query, pages)
+    tokens, readable = tokens_to_read(layer, selection, query.shape[3], mask)
+    keys, values = layer.store.gather(tokens)
+    exact = kernels.attend(query, keys, values, readable, pages.scaling, pages.softcap)
+    parts = [exact] if selection.tail is None else [exact, selection.tail]
+    return kernels.merge(parts, _sink_logits(sinks, query.shape[1])), selection
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:

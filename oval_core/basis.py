@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ class PageBasis:
     radius_scale: Tensor  # [...]
     directions: Tensor  # int8 [..., r, D]
     directions_scale: Tensor  # [..., r]
-    coefficients: Tensor  # int8 [..., S, r]
+    coefficients: Tensor  # int8 [..., r, S], the transpose of C: tokens lie side by side
     coefficients_scale: Tensor  # [..., r]
     regression: Tensor  # int8 [..., r, D_v]
     regression_scale: Tensor  # [..., r]
@@ -63,7 +65,7 @@ class PageBasis:
             centroid=int8(key_dim), centroid_scale=float32(),
             radius=int8(key_dim), radius_scale=float32(),
             directions=int8(rank, key_dim), directions_scale=float32(rank),
-            coefficients=int8(page_size, rank), coefficients_scale=float32(rank),
+            coefficients=int8(rank, page_size), coefficients_scale=float32(rank),
             regression=int8(rank, value_dim), regression_scale=float32(rank),
             value_offset=int8(value_dim), value_offset_scale=float32(),
             key_error=float32(), value_error=float32(), value_norm=float32(),
@@ -73,6 +75,11 @@ class PageBasis:
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def numpy(self) -> dict[str, Any]:
+        """The fields by name as NumPy arrays that share the memory; for tensors on the CPU."""
+        return {name: tensor.numpy() for name, tensor in self.tensors().items()}
 
     @property
     def capacity_pages(self) -> int:
@@ -144,8 +151,8 @@ def build_basis(keys: Tensor, values: Tensor, mask: Tensor, rank: int) -> PageBa
     deviation = (keys - mu[..., None, :]) * real
     radius, radius_scale, _ = _int8((deviation.abs() * weight).sum(-2))
     directions, directions_scale, b = _int8(leading_directions(deviation, rank))
-    c_columns, coefficients_scale, c = _int8((deviation @ b.mT).mT)
-    c = c.mT  # [B, H, P, S, r]
+    coefficients, coefficients_scale, c_t = _int8(b @ deviation.mT)
+    c = c_t.mT  # [B, H, P, S, r]
 
     mean_c, mean_v = (c * weight).sum(-2, keepdim=True), (values * weight).sum(-2, keepdim=True)
     fitted = _ridge((c - mean_c) * real, (values - mean_v) * real)
@@ -157,7 +164,7 @@ def build_basis(keys: Tensor, values: Tensor, mask: Tensor, rank: int) -> PageBa
     value_error = ((values - v0[..., None, :] - c @ w).norm(dim=-1) * per_token).sum(-1)
     return PageBasis(
         centroid, centroid_scale, radius, radius_scale, directions, directions_scale,
-        c_columns.mT, coefficients_scale, regression, regression_scale, value_offset, value_offset_scale,
+        coefficients, coefficients_scale, regression, regression_scale, value_offset, value_offset_scale,
         key_error, value_error, (values.norm(dim=-1) * real.squeeze(-1)).sum(-1), tokens.squeeze(-1).int(),
     )  # fmt: skip
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from oval_core.kernels.api import Kernels
-from oval_core.routers import Router
+from oval_core.kernels import Kernels, load
 from oval_core.stats import Recorder
 
 BINDING = "oval_binding"  # the attribute under which an attached attention module finds its binding
@@ -18,15 +17,18 @@ class Binding:
     """Shared by all attention modules of one attached model.
 
     Attributes:
-        router: selects pages.
-        kernels: the resolved implementation.
+        impl: name of the resolved kernel implementation.
         dense_impl: the attention that transformers would run.
         recorder: counts what is read.
         hidden_states: newest input of each attention module by layer index, for routers that need it.
     """
 
-    router: Router
-    kernels: Kernels
+    impl: str
     dense_impl: str
     recorder: Recorder
     hidden_states: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The implementation; not a field, because a module cannot be copied with the model."""
+        return load(self.impl)

@@ -52,13 +52,14 @@ class OvalLayer(CacheLayerMixin):
         self.is_initialized = False
         self._store: PageStore | None = None
         self._pages: SealedPages | None = None
-        self._attended_tokens = 0
+        self._attended: list[int] = []  # tokens of each row whose attention mask has been seen
         self.handed_out: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for `[B, H, n, D]` keys and `[B, H, n, D_v]` values. Raises ValueError if rank exceeds D."""
         self._pages = SealedPages(self.config, self.router, key_states, value_states)
         self._store = PageStore(key_states, value_states)
+        self._attended = [0] * key_states.shape[0]
         self.is_initialized = True
 
     @property
@@ -111,7 +112,7 @@ class OvalLayer(CacheLayerMixin):
             _warn_unattached()
         is_first = self.store.num_tokens == 0
         self.store.append(key_states.detach(), value_states.detach())
-        self.pages.seal(self.store, self._attended_tokens)
+        self.pages.seal(self.store, self._attended)
         for table in self.tables:
             table.extend(key_states.shape[2])
         keys, values = (key_states, value_states) if is_first else self.store.dense()
@@ -126,12 +127,12 @@ class OvalLayer(CacheLayerMixin):
         if visible is not None:
             self._skip_padding(visible)
             self.store.hide(visible)
-        self._attended_tokens = self.store.num_tokens
+        self._attended = self.store.lengths.copy()
 
     @property
     def unattended_tokens(self) -> int:
-        """Tokens whose attention mask has not been seen yet."""
-        return self.store.num_tokens - self._attended_tokens
+        """The most tokens of a row whose attention mask has not been seen yet."""
+        return max(have - seen for have, seen in zip(self.store.lengths, self._attended, strict=True))
 
     def _skip_padding(self, visible: Tensor) -> None:
         """Rows that are all padding so far start after the hidden tokens that `visible` begins with."""
@@ -166,7 +167,7 @@ class OvalLayer(CacheLayerMixin):
         self.store.crop(lengths)
         for table, length in zip(self.tables, lengths, strict=True):
             table.crop(length)
-        self._attended_tokens = min(self._attended_tokens, self.store.num_tokens)
+        self._forget_attention()
 
     @_stores
     def keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
@@ -176,11 +177,15 @@ class OvalLayer(CacheLayerMixin):
             untouched = first + next((i for i, token in enumerate(kept) if token != first + i), len(kept))
             table.crop(untouched)
             table.extend(first + len(kept) - untouched)
-        self._attended_tokens = min(self._attended_tokens, self.store.num_tokens)
+        self._forget_attention()
+
+    def _forget_attention(self) -> None:
+        """What was removed has not been attended any more."""
+        self._attended = [min(seen, have) for seen, have in zip(self._attended, self.store.lengths, strict=True)]
 
     def mark(self, row: int, start: int, stop: int, tag: int) -> None:
         """Give tokens [start, stop) of a row pages of their own, see `PageTable.mark`."""
-        self.tables[row].mark(start, stop, tag)
+        self.pages.tables[row].mark(start, stop, tag)
 
     @_stores
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -188,6 +193,7 @@ class OvalLayer(CacheLayerMixin):
         if self._store is not None:
             self.store.select_rows(beam_idx)
             self.pages.select_rows(beam_idx)
+            self._attended = [self._attended[row] for row in beam_idx.tolist()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, copies side by side."""

@@ -57,6 +57,11 @@ class PageStore:
         """All tokens, without a copy: `[B, H, num_tokens, D]` and `[B, H, num_tokens, D_v]`."""
         return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens]
 
+    @property
+    def storage(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with their spare capacity, which holds anything: `[B, H, capacity_tokens, ...]`."""
+        return self._keys, self._values
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add the same number of tokens to every row.
 

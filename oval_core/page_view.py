@@ -37,6 +37,7 @@ def view_pages(
         budget=torch.tensor(budget, device=device),
         shortlist=torch.tensor(shortlist, device=device),
         most=(max(budget), max(shortlist)),
+        mean_value_norm=sealed.mean_value_norm,
         sinks=config.sink_pages,
         window=config.window_pages,
         keys=store.dense()[0],

@@ -1,9 +1,11 @@
-"""The sealed pages of one layer: the page tables of its rows, mirrored in device tensors, and what is kept of each page.
+"""The sealed pages of one layer: the page tables of its rows, mirrored in tensors, and what is kept of each page.
 
 Tensors have room for more pages than there are, so that their shapes stay the same over many steps.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ class SealedPages:
         starts, lengths, tags: int64 `[B, capacity]`, the tables on the device.
         basis: bases `[B, H, capacity, ...]`.
         features: `[B, H, capacity, F]`, or None.
+        has_short_pages: whether any page may hold fewer than `page_size` tokens.
     """
 
     def __init__(self, config: OvalConfig, router: Router, keys: Tensor, values: Tensor) -> None:
@@ -45,17 +48,32 @@ class SealedPages:
         self.starts = torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
         self.lengths, self.tags = self.starts.clone(), self.starts.clone()
         self.features: Tensor | None = None
+        self.has_short_pages = False
+        self._value_norm: tuple[list[int], Tensor] | None = None
+
+    @property
+    def mean_value_norm(self) -> Tensor:
+        """Mean norm of the values of each row, over its sealed pages and heads: float32 `[B]`."""
+        counts = [table.num_pages for table in self.tables]
+        if self._value_norm is None or self._value_norm[0] != counts:
+            page = torch.arange(self.basis.capacity_pages, device=self.starts.device)
+            there = (page < torch.tensor(counts, device=page.device)[:, None])[:, None]
+            tokens = (self.basis.tokens * there).sum((1, 2))
+            mean = (self.basis.value_norm * there).sum((1, 2)) / tokens.clamp_min(1)
+            self._value_norm = (counts, mean.clamp_min(torch.finfo(mean.dtype).tiny))
+        return self._value_norm[1]
 
     @property
     def num_pages(self) -> int:
         """Sealed pages of the fullest row."""
         return max((table.num_pages for table in self.tables), default=0)
 
-    def seal(self, store: PageStore, limit: int) -> None:
-        """Summarise every page that became full within the first `limit` tokens of its row."""
-        new = [table.seal(limit) for table in self.tables]
+    def seal(self, store: PageStore, limits: Sequence[int]) -> None:
+        """Summarise every page that became full within the first `limits[row]` tokens of its row."""
+        new = [table.seal(limit) for table, limit in zip(self.tables, limits, strict=True)]
         if not any(new):
             return
+        self._value_norm = None
         self._reserve()
         if self._rows_are_alike(new):
             self._write(store, slice(None), self.tables[0], new[0])
@@ -66,6 +84,7 @@ class SealedPages:
 
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was."""
+        self._value_norm = None
         rows = rows.to(self.starts.device)
         self.basis = self.basis.select_rows(rows)
         self.starts, self.lengths, self.tags = self.starts[rows], self.lengths[rows], self.tags[rows]
@@ -107,6 +126,7 @@ class SealedPages:
         mask = (token < lengths[:, None])[None, None]
         keys, values = (tokens[rows, :, begin:stop] for tokens in store.dense())
         visible = None if store.visible is None else store.visible[rows, begin:stop]
+        self.has_short_pages |= min(sizes) < size
         if min(sizes) == size:  # the usual case: a view is enough
             paged = (len(pages), size)
             mask = mask if visible is None else visible.unflatten(1, paged)[:, None]

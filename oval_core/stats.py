@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from oval_core.routers.oracle import exact_log_mass
 if TYPE_CHECKING:
     from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
-    from oval_core.routers import Pages, Router, Selection
+    from oval_core.routers import Pages, Selection
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,17 @@ class Recorder:
         self.step = 0
         self.context_tokens = 0
         self.dense_steps: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self._noted: set[tuple[int, str]] = set()
         self._bytes_read = self._bytes_dense = self._metadata_bytes = 0
-        self._page_bytes_read: list[Tensor] = []
-        self._pages: list[int] = []
-        self._pages_read: list[Tensor] = []
+        self._pages = self._selections = 0
+        self._page_bytes_read: Tensor | int = 0
+        self._selected: Tensor | int = 0
         self._hit_rates: list[Tensor] = []
         self._route_s: list[float] = []
+        self.unpageable: dict[int, str | None] = {}
         self._ever_read: dict[int, Tensor] = {}
-        self._sealed: dict[int, int] = {}
+        self._sealed: dict[int, list[int]] = {}
 
     def next_step(self) -> None:
         """A forward pass begins."""
@@ -72,6 +74,12 @@ class Recorder:
         if (self.step, reason) not in self._noted:
             self._noted.add((self.step, reason))
             self.dense_steps[reason] += 1
+
+    def fall_back(self, reason: str) -> None:
+        """A layer did not run on the implementation asked for but on the reference (counted once a step)."""
+        if (self.step, reason) not in self._noted:
+            self._noted.add((self.step, reason))
+            self.fallbacks[reason] += 1
 
     def dense(self, layer: OvalLayer, num_queries: int, reason: str) -> None:
         """A layer read everything. Only decoding over a filled cache counts towards the bytes."""
@@ -95,53 +103,64 @@ class Recorder:
                 torch.accelerator.synchronize(device)
             self._route_s.append(time.perf_counter() - begin)
 
-    def paged(self, layer: OvalLayer, router: Router, pages: Pages, selection: Selection, query: Tensor) -> None:
-        """A layer read `selection`."""
-        store, config = layer.store, layer.config
-        read = _read_pages(selection, pages)
-        counts = [table.num_pages for table in layer.tables]
-        metadata = sum(
-            router.metadata_bytes(count, config.shortlist_for(count), layer.pages.basis, layer.pages.features)
+    def paged(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
+        """A layer read `selection` for `query [B, H, G, Q, D]`; `view` gives the pages it was chosen from."""
+        sealed, counts, heads = layer.pages, [table.num_pages for table in layer.tables], query.shape[1]
+        sizes: Tensor | int = layer.config.page_size
+        if sealed.has_short_pages:
+            sizes = sealed.lengths[:, None].expand(-1, heads, -1).gather(-1, selection.pages)
+        token_bytes = _token_bytes(layer) // heads
+        metadata = heads * sum(
+            layer.router.metadata_bytes(count, layer.config.shortlist_for(count), sealed.basis, sealed.features)
             for count in counts
         )
-        open_tokens = sum(table.open_tokens for table in layer.tables)
-        self.context_tokens = max(self.context_tokens, store.num_tokens)
-        self._metadata_bytes += query.shape[1] * metadata
-        self._bytes_read += query.shape[1] * metadata + open_tokens * _token_bytes(layer)
-        self._bytes_dense += sum(store.lengths) * _token_bytes(layer)
-        self._page_bytes_read.append((read * pages.lengths[:, None]).sum() * _token_bytes(layer) // query.shape[1])
-        self._pages.append(max(counts) + 1)
-        self._pages_read.append(read.sum(-1).float().mean() + 1)
-        self._remember(pages.layer_idx, read)
-        self._sealed[pages.layer_idx] = query.shape[1] * sum(counts)
+        self.context_tokens = max(self.context_tokens, layer.store.num_tokens)
+        self._metadata_bytes += metadata
+        self._bytes_read += metadata + heads * token_bytes * sum(table.open_tokens for table in layer.tables)
+        self._bytes_dense += heads * token_bytes * sum(layer.store.lengths)
+        self._page_bytes_read += token_bytes * (selection.valid * sizes).sum()
+        self._pages = max(self._pages, max(counts) + 1)
+        self._selected += selection.valid.sum()
+        self._selections += heads * len(counts)
+        self._mark(layer, selection, counts)
+        if self.samples or self.trace is not None:
+            self._look_closer(view(), selection, query)
+
+    def _mark(self, layer: OvalLayer, selection: Selection, counts: list[int]) -> None:
+        """Remember which pages were ever read; the last column takes what does not count."""
+        shape = (*selection.pages.shape[:2], layer.pages.basis.capacity_pages + 1)
+        marks = self._ever_read.get(layer.layer_idx)
+        if marks is None or marks.shape != shape:
+            grown = torch.zeros(shape, dtype=torch.bool, device=selection.pages.device)
+            if marks is not None and marks.shape[:2] == shape[:2]:
+                grown[..., : marks.shape[2] - 1] = marks[..., :-1]
+            self._ever_read[layer.layer_idx] = marks = grown
+        marks.scatter_(-1, selection.pages.masked_fill(~selection.valid, shape[2] - 1), True)
+        self._sealed[layer.layer_idx] = counts
+
+    def _look_closer(self, pages: Pages, selection: Selection, query: Tensor) -> None:
+        """Measure the hit rate, keep the selection: what is too costly for every step."""
+        read = _read_pages(selection, pages)
         if self.samples:
             self._hit_rates.append(_hit_rate(query, pages, read))
         if self.trace is not None:
             self.trace.append(TraceEntry(self.step, pages.layer_idx, read.cpu()))
 
-    def _remember(self, layer_idx: int, read: Tensor) -> None:
-        """Mark the pages that were ever read."""
-        before = self._ever_read.get(layer_idx)
-        if before is not None and before.shape[:2] == read.shape[:2]:
-            shared = min(before.shape[2], read.shape[2])
-            read = read.clone()
-            read[..., :shared] |= before[..., :shared]
-        self._ever_read[layer_idx] = read
-
     def report(self) -> dict[str, Any]:
         """The figures of section `handle.stats()` in the README; None where nothing was measured."""
-        used = [int(read.sum()) / self._sealed[layer] for layer, read in self._ever_read.items()]
-        bytes_read = self._bytes_read + sum(int(pages) for pages in self._page_bytes_read)
+        used = [_share_read(marks, self._sealed[layer]) for layer, marks in self._ever_read.items()]
+        bytes_read = self._bytes_read + int(self._page_bytes_read)
         return {
             "steps": self.step,
             "context_tokens": self.context_tokens,
-            "pages": max(self._pages, default=None),
-            "pages_read_mean": _mean([pages.item() for pages in self._pages_read]),
+            "pages": self._pages or None,
+            "pages_read_mean": int(self._selected) / self._selections + 1 if self._selections else None,
             "bytes_read": bytes_read,
             "bytes_dense": self._bytes_dense,
             "metadata_bytes": self._metadata_bytes,
             "read_ratio": bytes_read / self._bytes_dense if self._bytes_dense else None,
             "dense_steps": dict(self.dense_steps),
+            "impl_fallbacks": dict(self.fallbacks),
             "route_hit_rate": _mean([rate.item() for rate in self._hit_rates]),
             "page_utilization": _mean(used),
             "route_latency_p50_s": _percentile(self._route_s, 0.5),
@@ -153,6 +172,12 @@ def _read_pages(selection: Selection, pages: Pages) -> Tensor:
     """bool `[B, H, P]`."""
     read = torch.zeros(pages.basis.tokens.shape, dtype=torch.bool, device=selection.pages.device)
     return read.scatter_(-1, selection.pages, selection.valid)
+
+
+def _share_read(marks: Tensor, counts: list[int]) -> float:
+    """Share of the sealed pages, `counts [B]`, that `marks [B, H, capacity]` names; a cropped page does not count."""
+    read = sum(int(row[:, :count].sum()) for row, count in zip(marks, counts, strict=True))
+    return read / (marks.shape[1] * sum(counts))
 
 
 def _hit_rate(query: Tensor, pages: Pages, read: Tensor) -> Tensor:

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+from functools import cache
 from typing import Any, cast
 
 import torch
 
 from oval_core.kernels.api import Kernels, Partial
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = {"reference": ("torch", None), "cpu": ("numba", "cpu")}  # name: (package it needs, device it needs)
 
-__all__ = ["IMPLEMENTATIONS", "Kernels", "Partial", "check_implementation", "load"]
+__all__ = ["IMPLEMENTATIONS", "Kernels", "Partial", "available", "check_implementation", "load", "resolve"]
 
 
-def check_implementation(name: Any) -> None:
-    """Raise ValueError unless `name` is "auto" or an implementation of this installation."""
-    if name != "auto" and name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be 'auto' or one of {IMPLEMENTATIONS} (available here), got {name!r}")
+def available(device: torch.device | None = None) -> list[str]:
+    """Names of the implementations that run here, on `device` if one is given; the last is the fastest."""
+    return [
+        name
+        for name, (package, needs) in IMPLEMENTATIONS.items()
+        if importlib.util.find_spec(package) and (device is None or needs in (None, device.type))
+    ]
+
+
+def check_implementation(name: Any, device: torch.device | None = None) -> None:
+    """Raise ValueError unless `name` is "auto" or an implementation that runs here."""
+    if not isinstance(name, str):
+        raise TypeError(f"impl must be 'auto' or one of {available(device)}, got {name!r} ({type(name).__name__})")
+    names = available(device)
+    if name != "auto" and name not in names:
+        where = "here" if device is None else f"on {device.type}"
+        raise ValueError(f"impl must be 'auto' or one of {names} (available {where}), got {name!r}")
 
 
 def resolve(name: str, device: torch.device) -> str:
-    """The implementation that "auto" stands for on `device`; other names stand for themselves."""
-    del device  # one implementation so far, and it runs everywhere
-    return "reference" if name == "auto" else name
+    """The implementation that `name` stands for on `device`: "auto" is the fastest there is."""
+    check_implementation(name, device)
+    return available(device)[-1] if name == "auto" else name
 
 
+@cache
 def load(name: str) -> Kernels:
     """Import the implementation `name`."""
     check_implementation(name)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
 from oval_core.basis import PageBasis
+
+if TYPE_CHECKING:
+    from oval_core.layer import OvalLayer
+    from oval_core.routers.base import Selection
 
 
 class Partial(NamedTuple):
@@ -39,6 +43,18 @@ class Kernels(Protocol):
         softcap: float | None,
     ) -> Partial:
         """Exact attention, see `reference.attend`."""
+        ...
+
+    def unsupported(
+        self, query: Tensor, layer: OvalLayer, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+    ) -> str | None:
+        """Optional, with `cascade`: why it cannot serve a call, or None."""
+        ...
+
+    def cascade(
+        self, query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float, estimate_tail: bool
+    ) -> tuple[Tensor, Selection]:
+        """Optional: what `BasisRouter.select`, `attend` and `merge` do together, in one call; see `cpu.cascade`."""
         ...
 
     def merge(self, parts: list[Partial], sink_logits: Tensor | None) -> Tensor:

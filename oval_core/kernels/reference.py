@@ -38,18 +38,18 @@ def evaluate_bases(query: Tensor, basis: PageBasis, pages: Tensor, scaling: floa
     page = basis.gather(pages)
     mu = page.centroid.float() * page.centroid_scale[..., None]  # [B, H, n, D]
     b = page.directions.float() * page.directions_scale[..., None]  # [B, H, n, r, D]
-    c = page.coefficients.float() * page.coefficients_scale[..., None, :]  # [B, H, n, S, r]
+    c = page.coefficients.float() * page.coefficients_scale[..., None]  # [B, H, n, r, S]
     w = page.regression.float() * page.regression_scale[..., None]  # [B, H, n, r, D_v]
     v0 = page.value_offset.float() * page.value_offset_scale[..., None]  # [B, H, n, D_v]
 
     along = torch.einsum("bhgqd,bhnrd->bhgqnr", query, b)
-    logits = _per_head(query, mu)[..., None] + torch.einsum("bhgqnr,bhnsr->bhgqns", along, c)
-    token = torch.arange(c.shape[-2], device=query.device)
+    logits = _per_head(query, mu)[..., None] + torch.einsum("bhgqnr,bhnrs->bhgqns", along, c)
+    token = torch.arange(c.shape[-1], device=query.device)
     absent = token >= page.tokens[..., None]  # [B, H, n, S]
     logits = _capped(scaling * logits, softcap).masked_fill(absent[:, :, None, None], -torch.inf)
     lse = logits.logsumexp(-1)
     weights = (logits - _finite(lse)[..., None]).exp()
-    moved = torch.einsum("bhgqns,bhnsr->bhgqnr", weights, c)
+    moved = torch.einsum("bhgqns,bhnrs->bhgqnr", weights, c)
     return Partial(v0[:, :, None, None] + torch.einsum("bhgqnr,bhnrv->bhgqnv", moved, w), lse)
 
 

@@ -24,6 +24,7 @@ class Pages:
         seen: int64 `[B, Q, P]`, tokens of a page that the attention mask lets a query read; None: all readable ones.
         budget, shortlist: int64 `[B]`, sealed pages to read exactly and to evaluate.
         most: the largest entries of `budget` and `shortlist`.
+        mean_value_norm: float32 `[B]`, mean norm of the values of each row's sealed pages.
         sinks, window: sealed pages at the start and the end that must be selected.
         keys: the layer's tokens, `[B, H, T, D]`.
         token_mask: bool `[B, T]`, False for padding; None if there is none.
@@ -42,6 +43,7 @@ class Pages:
     budget: Tensor
     shortlist: Tensor
     most: tuple[int, int]
+    mean_value_norm: Tensor
     sinks: int
     window: int
     keys: Tensor

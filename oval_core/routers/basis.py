@@ -59,14 +59,7 @@ class BasisRouter(Router):
         rho_k = pages.basis.key_error.gather(-1, shortlist)[:, :, None, None]
         rho_v = pages.basis.value_error.gather(-1, shortlist)[:, :, None, None]
         reach = pages.scaling * query.norm(dim=-1, keepdim=True) / math.sqrt(query.shape[-1])  # [B, H, G, Q, 1]
-        return (share * (rho_v / self._mean_value_norm(pages) + reach * rho_k)).mean((2, 3))
-
-    def _mean_value_norm(self, pages: Pages) -> Tensor:
-        """`mean||V||` of each row over its sealed pages and heads, `[B, 1, 1, 1, 1]`."""
-        there = pages.present()
-        norms = (pages.basis.value_norm * there).sum((1, 2))
-        tokens = (pages.basis.tokens * there).sum((1, 2))
-        return (norms / tokens.clamp_min(1)).clamp_min(torch.finfo(norms.dtype).tiny)[:, None, None, None, None]
+        return (share * (rho_v / pages.mean_value_norm[:, None, None, None, None] + reach * rho_k)).mean((2, 3))
 
     def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
         """See `Router.metadata_bytes`."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from oval_core import OvalConfig, kernels
+from oval_core import OvalConfig
 from oval_core.attention import oval_attention
 from oval_core.binding import BINDING, Binding
 from oval_core.layer import OvalLayer
@@ -57,9 +57,9 @@ class Attention(nn.Module):
         super().__init__()
         self.num_key_value_groups, self.is_causal = GROUP, True
         self.recorder = Recorder(config)
-        self.binding = Binding(make_router(config), kernels.load("reference"), "sdpa", self.recorder)
+        self.binding = Binding("reference", "sdpa", self.recorder)
         setattr(self, BINDING, self.binding)
-        self.layer = OvalLayer(config, self.binding.router, 0)
+        self.layer = OvalLayer(config, make_router(config), 0)
         self.eval()
 
     def forward(self, tokens: Tokens, mask: Tensor | None = None, **kwargs: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, pipeline
 
-from oval_core import OvalConfig, attach
+from oval_core import OvalCache, OvalConfig, attach
 from tests.core import tiny_models
 from tests.core.tiny_models import COMMON, PAD, VOCAB, generate, prompt
 
@@ -170,6 +171,24 @@ class TestRefuses:
         wrong: dict[str, Any] = {field: "best"}
         with pytest.raises(ValueError, match=f"{field} must be .*{names}.*got 'best'"):
             OvalConfig(**wrong)
+
+
+def test_a_copy_of_an_attached_model_works_by_itself() -> None:
+    model, text = tiny_models.llama(), prompt(80)
+    with attach(model, SPARSE):
+        paged = generate(model, text)
+        twin = copy.deepcopy(model)
+    assert generate(twin, text).sequences.tolist() == paged.sequences.tolist()
+
+
+def test_an_explicit_cache_brings_its_own_router_and_budget() -> None:
+    model, text = tiny_models.llama(), prompt(80)
+    with attach(model, OvalConfig(page_size=8, budget_pages=6, router="quest")) as handle:
+        generate(model, text)
+        expected = handle.stats()["read_ratio"]
+    with attach(model, SPARSE) as handle:
+        generate(model, text, cache=OvalCache(model.config, OvalConfig(page_size=8, budget_pages=6, router="quest")))
+        assert handle.stats()["read_ratio"] == expected
 
 
 class TestModes:
@@ -328,7 +347,7 @@ print(json.dumps([[sorted(map(str, new - old)) for new, old in zip(after, before
 import sys
 for name in ("triton", "flash_attn", "numba", "gguf", "matplotlib", "PIL", "rich"):
     sys.modules[name] = None
-from oval_core import OvalConfig, attach
+from oval_core import OvalCache, OvalConfig, attach
 from tests.core.tiny_models import generate, llama, prompt
 model = llama()
 with attach(model, OvalConfig(page_size=8, budget_pages=4)) as handle:

@@ -281,7 +281,7 @@ class TestCaches:
         plain = generate(model, prompt(80), use_cache=False)
         with attach(model, SPARSE) as handle:
             dense = generate(model, prompt(80), use_cache=False)
-            assert set(handle.stats()["dense_steps"]) == {"no cache"}
+            assert handle.stats()["dense_steps"] == {"no cache": 8}
         assert_close(torch.stack(dense.logits), torch.stack(plain.logits), rtol=0, atol=0)
 
     def test_an_unattached_model_is_dense_and_says_so_once(
@@ -386,11 +386,3 @@ class TestRouters:
             pytest.raises(NotImplementedError, match="Unfinished must override score or select"),
         ):
             generate(model, prompt(80))
-
-    def test_features_of_another_router(self, model: PreTrainedModel) -> None:
-        cache = OvalCache(model.config, SPARSE)
-        with (
-            attach(model, OvalConfig(page_size=8, budget_pages=4, router="quest")),
-            pytest.raises(ValueError, match="quest router needs a cache that was filled under it"),
-        ):
-            generate(model, prompt(80), cache=cache)

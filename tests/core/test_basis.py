@@ -31,7 +31,7 @@ def dequantise(basis: PageBasis) -> Dequantised:
         basis.centroid * basis.centroid_scale[..., None],
         basis.radius * basis.radius_scale[..., None],
         basis.directions * basis.directions_scale[..., None],
-        basis.coefficients * basis.coefficients_scale[..., None, :],
+        (basis.coefficients * basis.coefficients_scale[..., None]).mT,
         basis.regression * basis.regression_scale[..., None],
         basis.value_offset * basis.value_offset_scale[..., None],
     )
@@ -63,7 +63,7 @@ def test_shapes_and_types() -> None:
     assert {tuple(tensor.shape[:3]) for tensor in basis.tensors().values()} == {(2, 3, 5)}
     assert shapes == {
         "centroid": (12,), "centroid_scale": (), "radius": (12,), "radius_scale": (),
-        "directions": (4, 12), "directions_scale": (4,), "coefficients": (16, 4), "coefficients_scale": (4,),
+        "directions": (4, 12), "directions_scale": (4,), "coefficients": (4, 16), "coefficients_scale": (4,),
         "regression": (4, 8), "regression_scale": (4,), "value_offset": (8,), "value_offset_scale": (),
         "key_error": (), "value_error": (), "value_norm": (), "tokens": (),
     }  # fmt: skip
@@ -159,7 +159,7 @@ def test_a_masked_page_is_the_page_of_its_real_tokens() -> None:
     mask = torch.arange(16) % 2 == 1
     whole = build_basis(keys, values, mask, 2)
     half = build_basis(keys[..., mask, :], values[..., mask, :], everything(8), 2)
-    assert not whole.coefficients[..., 8:, :].any()
+    assert not whole.coefficients[..., 8:].any()
     for name in ("mu", "radius"):
         torch.testing.assert_close(getattr(dequantise(whole), name), getattr(dequantise(half), name))
     # the iteration starts from other mixtures: the directions agree in how much they capture

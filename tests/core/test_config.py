@@ -48,8 +48,8 @@ REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"always_paged": 1}, TypeError, r"always_paged must be True or False, got 1 \(int\)"),
     ({"router": "best"}, ValueError, rf"router must be a Router or one of {NAMES}, got 'best'"),
     ({"router": BoxRouter}, TypeError, rf"router must be a Router or one of {NAMES}, got .*BoxRouter.* \(type\)"),
-    ({"impl": "cuda"}, ValueError, r"impl must be 'auto' or one of \('reference'.*\) \(available here\), got 'cuda'"),
-    ({"impl": None}, ValueError, r"impl must be 'auto' or one of .*, got None"),
+    ({"impl": "cuda"}, ValueError, r"impl must be 'auto' or one of \['reference'.*\] \(available here\), got 'cuda'"),
+    ({"impl": None}, TypeError, r"impl must be 'auto' or one of .*, got None"),
 ]
 
 

@@ -65,6 +65,22 @@ def test_crop_forgets_what_was_attended() -> None:
     assert (attention.layer.unattended_tokens, starts(attention)) == (21, [])
 
 
+def test_what_was_attended_is_known_of_every_row() -> None:
+    layer, tokens = empty_layer(), random_tokens(2, 30)
+    layer.update(*tokens.part(0, 10)[1:])
+    layer.attended(None)
+    layer.crop_rows([10, 4])
+    for start in (10, 16):
+        layer.update(*tokens.part(start, start + 6)[1:])
+    assert [table.num_pages for table in layer.tables] == [1, 0]
+    assert layer.unattended_tokens == 12
+
+
+def test_a_mark_needs_tokens() -> None:
+    with pytest.raises(RuntimeError, match="the cache layer is empty"):
+        empty_layer().mark(0, 0, 8, tag=0)
+
+
 def test_padding_enters_no_basis() -> None:
     tokens, padding = random_tokens(2, 42), [0, 11]
     for x in tokens[1:]:
@@ -273,7 +289,7 @@ def test_a_filled_dynamic_cache_is_taken_over() -> None:
     tokens, cache, config = random_tokens(1, 40), DynamicCache(), small_config()
     cache.update(tokens.keys, tokens.values, 0)
     attention, more = Attention(config), random_tokens(1, 20)
-    page_layers(cache, config, attention.binding.router)
+    page_layers(cache, config, attention.layer.router)
     (layer,) = cache.layers
     assert isinstance(layer, OvalLayer)
     assert (layer.get_seq_length(), layer.pages.num_pages) == (40, 0)

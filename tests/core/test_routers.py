@@ -37,7 +37,7 @@ def scene(router: Any, padding: list[int] | None = None, queries: int = 1, **cha
     padding = PADDING if padding is None else padding
     attention = filled(small_config(router=router, **changes), random_tokens(len(padding), 81), padding)
     query = torch.randn(len(padding), HEADS * GROUP, queries, DIM)
-    return *attention.pages(query), attention.binding.router
+    return *attention.pages(query), attention.layer.router
 
 
 def chosen(selection: Selection, row: int, head: int = 0) -> list[int]:
@@ -124,6 +124,17 @@ def test_the_oracle_knows_the_softcap() -> None:
     query, pages = attention.pages(4 * torch.randn(1, HEADS * GROUP, 1, DIM), softcap=0.5)
     expected = torch.stack([(0.5 * (x / 0.5).tanh()).logsumexp(-1) for x in page_logits(query, pages)[0]], -1)
     torch.testing.assert_close(exact_log_mass(query, pages)[0], expected)
+
+
+def test_hidden_tokens_have_no_mass() -> None:
+    attention, tokens = Attention(small_config()), random_tokens(1, 17)
+    mask = left_padding([0], 16, 16)
+    mask[..., 3:6] = False
+    attention(tokens.part(0, 16), mask)
+    attention(tokens.part(16), torch.cat([mask[:, :, -1:], mask[:, :, -1:, :1]], -1))
+    query, pages = attention.pages(tokens.part(16).query)
+    logits = page_logits(query, pages)[0][0][..., [0, 1, 2, 6, 7]]
+    torch.testing.assert_close(exact_log_mass(query, pages)[0, ..., 0], logits.logsumexp(-1))
 
 
 def test_quest_bounds_every_token() -> None:
@@ -246,7 +257,7 @@ def test_a_page_that_a_query_sees_in_part_is_not_estimated() -> None:
     query, mask = torch.randn(1, HEADS * GROUP, 2, DIM), torch.ones(1, 1, 2, 81, dtype=torch.bool)
     mask[0, 0, 0, 8:79] = mask[0, 0, 1, 8] = False  # query 0: nothing from pages 1..8; query 1: part of page 1
     grouped, pages = attention.pages(query, mask)
-    selection = attention.binding.router.select(grouped, pages)
+    selection = attention.layer.router.select(grouped, pages)
     assert pages.seen is not None
     assert pages.seen[0].tolist() == [[8, *[0] * 8, 1], [8, 7, *[8] * 8]]
     assert [{*chosen(selection, 0, head)} for head in range(HEADS)] == [{0, 9}] * HEADS

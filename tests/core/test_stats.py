@@ -20,11 +20,12 @@ def report_of(tokens: Tokens, padding: list[int] | None = None, **config: Any) -
 
 
 def test_nothing_was_read() -> None:
-    assert Recorder(small_config()).report() == {
-        "steps": 0, "context_tokens": 0, "pages": None, "pages_read_mean": None, "bytes_read": 0, "bytes_dense": 0,
-        "metadata_bytes": 0, "read_ratio": None, "dense_steps": {}, "route_hit_rate": None, "page_utilization": None,
-        "route_latency_p50_s": None, "route_latency_p99_s": None,
-    }  # fmt: skip
+    report = Recorder(small_config()).report()
+    zero = ("steps", "context_tokens", "bytes_read", "bytes_dense", "metadata_bytes")
+    empty: dict[str, dict[str, int]] = {"dense_steps": {}, "impl_fallbacks": {}}
+    assert {name: report[name] for name in zero} == dict.fromkeys(zero, 0)
+    assert {name: report[name] for name in empty} == empty
+    assert all(value is None for name, value in report.items() if name not in (*zero, *empty))
 
 
 def test_bytes_of_one_step() -> None:
@@ -130,10 +131,17 @@ def test_page_utilization_counts_pages_once() -> None:
     assert attention.recorder.report()["page_utilization"] == pytest.approx(4 / 12)
 
 
+def test_page_utilization_forgets_cropped_pages() -> None:
+    attention = filled(small_config(budget_pages=99), random_tokens(1, 81))
+    attention.layer.crop(-40)
+    attention.decode(random_tokens(1, 1))
+    assert attention.recorder.report()["page_utilization"] == 1
+
+
 def test_percentiles_are_measured_values() -> None:
     recorder = Recorder(small_config())
-    recorder._route_s = [float(i) for i in range(200, 0, -1)]
-    assert (recorder.report()["route_latency_p50_s"], recorder.report()["route_latency_p99_s"]) == (100, 198)
+    recorder._route_s = [float(i) for i in range(201, 0, -1)]
+    assert (recorder.report()["route_latency_p50_s"], recorder.report()["route_latency_p99_s"]) == (101, 199)
     recorder._route_s = [3.0]
     assert (recorder.report()["route_latency_p50_s"], recorder.report()["route_latency_p99_s"]) == (3, 3)
 

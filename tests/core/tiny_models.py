@@ -289,10 +289,10 @@ ARCHITECTURES = [
     Architecture("gemma2", gemma2, {"DynamicSlidingWindowLayer": 1, "paged": 1}),
     Architecture("gemma3", gemma3, {"DynamicSlidingWindowLayer": 1, "paged": 1}),
     Architecture("gpt_oss", gpt_oss, {"DynamicSlidingWindowLayer": 1, "paged": 1}),
-    Architecture("deepseek_v3", deepseek_v3, {"paged": 2}, dense_because=MLA),
+    Architecture("deepseek_v3", deepseek_v3, {f"dense: {MLA}": 2}, dense_because=MLA),
     Architecture("qwen3_next", qwen3_next, {"LinearAttentionLayer": 1, "paged": 1}, refuses=HYBRID),
     Architecture("falcon_h1", falcon_h1, {"LinearAttentionAndFullAttentionLayer": 2}, refuses=HYBRID),
-    Architecture("t5", t5, {"paged": 2}, dense_because="position bias", refuses=ENCODER_DECODER),
+    Architecture("t5", t5, {"dense: position bias": 2}, dense_because="position bias", refuses=ENCODER_DECODER),
     Architecture("bart", bart, {"paged": 2}, refuses=ENCODER_DECODER),
     Architecture("whisper", whisper, {"paged": 2}, refuses=WHISPER),
 ]

@@ -1,0 +1,162 @@
+"""The whole cascade of the basis router as one compiled call a layer, for CPUs; see `cpu_loops.py`.
+
+Tier functions on their own (for other routers) are those of the reference.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from oval_core.kernels import cpu_loops as loops
+from oval_core.kernels.reference import attend, coarse_scores, evaluate_bases, merge
+from oval_core.routers.base import Selection
+
+if TYPE_CHECKING:
+    from oval_core.layer import OvalLayer
+
+__all__ = ["attend", "cascade", "coarse_scores", "evaluate_bases", "merge", "unsupported", "warm_up"]
+
+# torch's OpenMP threads spin between operations; a pool of its own would fight them for the cores.
+_settings: Any = numba.config
+_settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+_STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+MESSAGE_AFTER_S = 2.0
+
+
+def unsupported(
+    query: Tensor, layer: OvalLayer, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> str | None:
+    """Why the fused cascade cannot serve this call, or None. `mask` is bool `[B, 1, Q, T]`."""
+    if query.requires_grad:
+        return "gradients"
+    keys, _ = layer.store.dense()
+    if keys.dtype not in _STORED_AS:
+        return f"{keys.dtype} cache"
+    if softcap is not None:
+        return "softcap"
+    if sinks is not None:
+        return "sink logits"
+    if mask is not None and not _shows_sealed_tokens(layer, mask):
+        return "mask that hides sealed tokens"
+    return None
+
+
+def cascade(
+    query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float, estimate_tail: bool
+) -> tuple[Tensor, Selection]:
+    """Select pages, read them and the open tail exactly, add the estimated tail.
+
+    Args:
+        query: float32 `[B, H, G, Q, D]`.
+        mask: bool `[B, 1, Q, T]` or None.
+
+    Returns: float32 `[B, H, G, Q, D_v]`, and the selection (its tail is already inside the output).
+    """
+    batch, heads, group, queries, dim = query.shape
+    tokens, table = _tokens(layer), _table(layer)
+    rows = query.reshape(batch, heads, group * queries, dim).numpy()
+    out = np.empty((batch, heads, group * queries, tokens.values.shape[3]), np.float32)
+    picked = np.zeros((batch, heads, int(table.budget.max())), np.int64)
+    valid = np.zeros(picked.shape, np.bool_)
+    threads = min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
+    numba.set_num_threads(threads)
+    loops.cascade(
+        loops.Query(rows, _tail_mask(layer, table, mask, group, queries)),
+        tokens,
+        table,
+        _bases(layer),
+        layer.pages.mean_value_norm.numpy(),
+        layer.config.sink_pages,
+        layer.config.window_pages,
+        np.float32(scaling),
+        estimate_tail,
+        threads,
+        out,
+        picked,
+        valid,
+    )
+    result = torch.from_numpy(out).view(batch, heads, group, queries, -1)
+    return result, Selection(torch.from_numpy(picked), torch.from_numpy(valid))
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile for a cache of `dtype`, or load what an earlier process compiled; says so if it takes long."""
+    from oval_core.config import OvalConfig
+    from oval_core.layer import OvalLayer
+    from oval_core.routers import make_router
+
+    if dtype not in _STORED_AS:
+        return
+    config = OvalConfig(page_size=8, budget_pages=3, rank=1, stats_every=0)
+    layer = OvalLayer(config, make_router(config), 0)
+    for tokens in (16, 1):
+        layer.update(torch.zeros(1, 1, tokens, 8, dtype=dtype), torch.zeros(1, 1, tokens, 8, dtype=dtype))
+        layer.attended(None)
+    notice = threading.Timer(MESSAGE_AFTER_S, lambda: print(_COMPILING, file=sys.stderr, flush=True))
+    notice.start()
+    try:
+        cascade(torch.zeros(1, 1, 1, 1, 8), layer, None, 1.0, True)
+    finally:
+        notice.cancel()
+
+
+_COMPILING = "OVAL: compiling the CPU kernels (about a minute, once; later processes load them from disk) ..."
+
+
+def _bases(layer: OvalLayer) -> loops.Bases:
+    arrays = layer.pages.basis.numpy
+    return loops.Bases(*(arrays[name] for name in loops.Bases._fields))
+
+
+def _tokens(layer: OvalLayer) -> loops.Tokens:
+    keys, values = (storage.view(_STORED_AS[storage.dtype]).numpy() for storage in layer.store.storage)
+    visible = layer.store.visible
+    return loops.Tokens(keys, values, np.ones((keys.shape[0], 0), np.bool_) if visible is None else visible.numpy())
+
+
+def _table(layer: OvalLayer) -> loops.Table:
+    config, tables = layer.config, layer.tables
+    counts = [table.num_pages for table in tables]
+    return loops.Table(
+        layer.pages.starts.numpy(),
+        layer.pages.lengths.numpy(),
+        np.array(counts),
+        np.array([config.budget_for(count) - 1 for count in counts]),
+        np.array([config.shortlist_for(count) for count in counts]),
+        np.array([table.sealed_end for table in tables]),
+        np.array(layer.store.lengths),
+    )
+
+
+def _tail_mask(layer: OvalLayer, table: loops.Table, mask: Tensor | None, group: int, queries: int) -> np.ndarray:
+    """Which open tokens each query may read, bool `[B, G * Q, n]`."""
+    tail = table.ends - table.sealed_end
+    last = tail[:, None] - queries + np.arange(queries)
+    readable = np.arange(tail.max()) <= last[..., None]  # [B, Q, n]
+    hidden = mask if mask is not None else layer.store.visible
+    if hidden is not None:
+        for row, (begin, end) in enumerate(zip(table.sealed_end, table.ends, strict=True)):
+            shown = hidden[row, 0, :, begin:end] if mask is not None else hidden[row, begin:end]
+            readable[row, :, : end - begin] &= shown.numpy()
+    return np.tile(readable, (1, group, 1))
+
+
+def _shows_sealed_tokens(layer: OvalLayer, mask: Tensor) -> bool:
+    """Whether every query may read exactly the tokens that the bases were built from."""
+    visible = layer.store.visible
+    for row, table in enumerate(layer.tables):
+        shown = mask[row, 0, :, table.first : table.sealed_end]
+        if visible is None:
+            if not bool(shown.all()):
+                return False
+        elif not bool((shown == visible[row, table.first : table.sealed_end]).all()):
+            return False
+    return True

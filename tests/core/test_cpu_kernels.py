@@ -1,0 +1,169 @@
+"""The fused CPU cascade equals the reference; what it cannot do is counted and done by the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oval_core import OvalConfig
+from oval_core.attention import paged_attention
+from oval_core.binding import Binding
+from oval_core.layer import OvalLayer
+from oval_core.routers import make_router
+from oval_core.stats import Recorder
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "little_spare")
+SCALING = 0.2
+
+
+def layer_of(
+    config: OvalConfig, batch: int, heads: int, dims: tuple[int, int], tokens: tuple[int, int], dtype: torch.dtype
+) -> OvalLayer:
+    """A layer that has read `tokens[0]` tokens and then `tokens[1]` more, not yet attended."""
+    layer = OvalLayer(config, make_router(config), 0)
+    for count in tokens:
+        keys, values = (torch.randn(batch, heads, count, dim).to(dtype) for dim in dims)
+        layer.update(2 * keys, values)
+        if count != tokens[-1]:
+            layer.attended(None)
+    layer.attended(None)
+    return layer
+
+
+def run(impl: str, layer: OvalLayer, query: Tensor, mask: Tensor | None = None, **options: Any) -> tuple[Tensor, dict]:
+    recorder = Recorder(layer.config)
+    recorder.step = 2
+    with recorder_trace(recorder) as trace:
+        out = paged_attention(Binding(impl, "sdpa", recorder), layer, query, mask, SCALING, **options)
+    return out, {**recorder.report(), "read": trace[0].read}
+
+
+class recorder_trace:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __enter__(self) -> list[Any]:
+        self.recorder.trace = []
+        return self.recorder.trace
+
+    def __exit__(self, *_: object) -> None:
+        self.recorder.trace = None
+
+
+def assert_same(layer: OvalLayer, query: Tensor, mask: Tensor | None = None, atol: float = 2e-5) -> None:
+    """Same output, same pages, same figures, and no fallback."""
+    ours, stats = run("cpu", layer, query, mask)
+    theirs, expected = run("reference", layer, query, mask)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+    assert torch.equal(stats["read"], expected["read"])
+    assert stats["impl_fallbacks"] == {}
+    for name in ("bytes_read", "bytes_dense", "metadata_bytes", "pages_read_mean", "page_utilization"):
+        assert stats[name] == expected[name], name
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 48), (17, 33)])
+def test_shapes(queries: int, group: int, dims: tuple[int, int]) -> None:
+    layer = layer_of(OvalConfig(page_size=8, budget_pages=6), 2, 3, dims, (301, queries), torch.float32)
+    assert_same(layer, torch.randn(2, 3 * group, queries, dims[0]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"page_size": 32, "rank": 8},
+        {"page_size": 16, "rank": 1, "sink_pages": 0, "window_pages": 0, "budget_pages": 1},
+        {"estimate_tail": "none"},
+        {"budget_ratio": 1.0, "budget_pages": None},
+        {"sink_pages": 2, "window_pages": 3},
+        {"shortlist_ratio": 1.0},
+        {"shortlist_pages": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_settings(settings: dict[str, Any], threads: int) -> None:
+    config = OvalConfig(**{"page_size": 8, "budget_pages": 6, **settings})
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_same(layer_of(config, 1, 2, (24, 24), (333, 1), torch.float32), torch.randn(1, 4, 1, 24))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_bfloat16() -> None:
+    layer = layer_of(OvalConfig(page_size=8, budget_pages=6), 1, 2, (32, 32), (200, 1), torch.bfloat16)
+    query = torch.randn(1, 4, 1, 32).bfloat16()
+    assert_same(layer, query, atol=float(torch.finfo(torch.bfloat16).eps))
+
+
+def test_rows_of_different_length_and_padding() -> None:
+    config = OvalConfig(page_size=8, budget_pages=5)
+    layer = OvalLayer(config, make_router(config), 0)
+    visible = torch.ones(2, 150, dtype=torch.bool)
+    visible[0, :37] = False
+    layer.update(torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16))
+    layer.attended(visible)
+    layer.update(torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16))
+    mask = torch.cat([visible, torch.ones(2, 1, dtype=torch.bool)], 1)[:, None, None]
+    layer.attended(mask[:, 0, 0, -1:])
+    assert_same(layer, torch.randn(2, 4, 1, 16), mask)
+
+
+def test_tokens_hidden_inside_pages() -> None:
+    config = OvalConfig(page_size=8, budget_pages=5)
+    layer = OvalLayer(config, make_router(config), 0)
+    visible = torch.rand(1, 160) < 0.7
+    visible[0, 0] = True
+    visible[0, 40:48] = False  # a page without a readable token
+    layer.update(torch.randn(1, 2, 160, 16), torch.randn(1, 2, 160, 16))
+    layer.attended(visible)
+    layer.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
+    layer.attended(torch.ones(1, 1, dtype=torch.bool))
+    mask = torch.cat([visible, torch.ones(1, 1, dtype=torch.bool)], 1)[:, None, None]
+    assert_same(layer, torch.randn(1, 4, 1, 16), mask)
+
+
+def test_a_tree_mask() -> None:
+    layer = layer_of(OvalConfig(page_size=8, budget_pages=5), 1, 2, (16, 16), (140, 4), torch.float32)
+    mask = torch.ones(1, 1, 4, 144, dtype=torch.bool)
+    mask[0, 0, :, 140:] = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
+    assert_same(layer, torch.randn(1, 4, 4, 16), mask)
+
+
+def test_marked_pages_are_short() -> None:
+    config = OvalConfig(page_size=8, budget_pages=5)
+    layer = OvalLayer(config, make_router(config), 0)
+    layer.update(torch.randn(1, 2, 150, 16), torch.randn(1, 2, 150, 16))
+    layer.mark(0, 21, 83, tag=0)
+    layer.attended(None)
+    layer.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
+    layer.attended(None)
+    assert min(layer.tables[0].lengths) < 8
+    assert_same(layer, torch.randn(1, 4, 1, 16))
+
+
+def test_what_it_cannot_do_is_counted() -> None:
+    config = OvalConfig(page_size=8, budget_pages=5)
+    layer = layer_of(config, 1, 2, (16, 16), (140, 1), torch.float32)
+    query = torch.randn(1, 4, 1, 16)
+    hiding = torch.ones(1, 1, 1, 141, dtype=torch.bool)
+    hiding[..., 50] = False
+    cases: list[tuple[str, Tensor, Tensor | None, dict[str, Any]]] = [
+        ("softcap", query, None, {"softcap": 5.0}),
+        ("sink logits", query, None, {"s_aux": torch.randn(4)}),
+        ("mask that hides sealed tokens", query, hiding, {}),
+        ("gradients", query.clone().requires_grad_(), None, {}),
+    ]
+    for reason, asked, mask, options in cases:
+        ours, stats = run("cpu", layer, asked, mask, **options)
+        theirs, _ = run("reference", layer, asked, mask, **options)
+        assert torch.equal(ours, theirs)
+        assert stats["impl_fallbacks"] == {reason: 1}
+    half = layer_of(config, 1, 2, (16, 16), (140, 1), torch.float16)
+    assert run("cpu", half, query.half())[1]["impl_fallbacks"] == {"torch.float16 cache": 1}
