@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from benchmarks.alternating import WARM_UP_ROUNDS, median_ms, speedup, time_in_turns
 from benchmarks.machine import describe_machine
+from benchmarks.readme import MEASUREMENTS
 from demos.smollm2 import load_model
 from demos.texts import load_text
 from oval_core import OvalCache, OvalConfig, attach
@@ -75,7 +76,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=8128, help="tokens of real text (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="rows of the batched figure (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=24, help="steps timed (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     return parser.parse_args(arguments)
 
 

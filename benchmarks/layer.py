@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.alternating import median_ms, speedup, time_in_turns
 from benchmarks.machine import describe_machine
+from benchmarks.readme import MEASUREMENTS
 from oval_core import OvalConfig, kernels
 from oval_core.attention import paged_attention
 from oval_core.binding import Binding
@@ -70,7 +71,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--calls", type=int, default=40, help="calls timed (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     return parser.parse_args(arguments)
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.machine import describe_machine
+from benchmarks.readme import MEASUREMENTS
 from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
@@ -102,7 +103,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=6144, help="tokens of each text (default: %(default)s)")
     parser.add_argument("--positions", type=int, default=96, help="last positions compared (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="three settings only")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="where JSON and plot go")
+    parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where JSON and plot go")
     return parser.parse_args(arguments)
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from oval_core.memory import take
 
 SUBSPACE_ITERATIONS = 6
 RIDGE = 1e-3
@@ -76,11 +76,6 @@ class PageBasis:
         """The fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    @cached_property
-    def numpy(self) -> dict[str, Any]:
-        """The fields by name as NumPy arrays that share the memory; for tensors on the CPU."""
-        return {name: tensor.numpy() for name, tensor in self.tensors().items()}
-
     @property
     def capacity_pages(self) -> int:
         """Pages that fit."""
@@ -111,9 +106,7 @@ class PageBasis:
 
     def gather(self, pages: Tensor) -> PageBasis:
         """Copy the bases of pages, int64 `[B, H, n]`."""
-        row = torch.arange(pages.shape[0], device=pages.device)[:, None, None]
-        head = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
-        return PageBasis(**{name: tensor[row, head, pages] for name, tensor in self.tensors().items()})
+        return PageBasis(**{name: take(tensor, pages) for name, tensor in self.tensors().items()})
 
     def grown(self, capacity: int) -> PageBasis:
         """The same pages with room for `capacity`; the new room holds zeros."""

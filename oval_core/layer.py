@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +11,13 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
 from oval_core.config import OvalConfig
+from oval_core.memory import lasting
 from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
 from oval_core.routers import Router
 from oval_core.sealed_pages import SealedPages
 
 logger = logging.get_logger(__name__)
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _stores(method: Method) -> Method:
-    """What `method` allocates may be written later on, inside `torch.inference_mode` or outside of it."""
-    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class OvalLayer(CacheLayerMixin):
@@ -55,6 +50,7 @@ class OvalLayer(CacheLayerMixin):
         self._attended: list[int] = []  # tokens of each row whose attention mask has been seen
         self.handed_out: Tensor | None = None
 
+    @lasting
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for `[B, H, n, D]` keys and `[B, H, n, D_v]` values. Raises ValueError if rank exceeds D."""
         self._pages = SealedPages(self.config, self.router, key_states, value_states)
@@ -91,7 +87,6 @@ class OvalLayer(CacheLayerMixin):
         """All values `[B, H, T, D_v]` without a copy; None while empty."""
         return self._store.dense()[1] if self._store else None
 
-    @_stores
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, kwargs: dict[str, Any] | None = None, **unused: Any
     ) -> tuple[Tensor, Tensor]:
@@ -121,7 +116,6 @@ class OvalLayer(CacheLayerMixin):
             self.handed_out = keys
         return keys, values
 
-    @_stores
     def attended(self, visible: Tensor | None) -> None:
         """The attention has seen the newest tokens; `visible` bool `[B, n]` tells which are real (None: all)."""
         if visible is not None:
@@ -169,7 +163,6 @@ class OvalLayer(CacheLayerMixin):
             table.crop(length)
         self._forget_attention()
 
-    @_stores
     def keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
         """Of the tokens from `start[row]` on keep only positions `indices[row]`, see `PageStore.keep`."""
         self.store.keep(indices, start)
@@ -187,7 +180,6 @@ class OvalLayer(CacheLayerMixin):
         """Give tokens [start, stop) of a row pages of their own, see `PageTable.mark`."""
         self.pages.tables[row].mark(start, stop, tag)
 
-    @_stores
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
         if self._store is not None:

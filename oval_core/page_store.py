@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from oval_core.memory import lasting, take
 
 GROWTH = 1.5
 SPARE_TOKENS = 256
@@ -25,6 +28,7 @@ class PageStore:
     Attributes:
         lengths: tokens of each row.
         visible: bool `[B, capacity]`, False for padding; None as long as no token was hidden.
+        derived: what kernels make of the tensors; dropped when those are replaced.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -32,6 +36,7 @@ class PageStore:
         self._values = values.new_empty(values.shape[0], values.shape[1], 0, values.shape[3])
         self.lengths = [0] * keys.shape[0]
         self.visible: Tensor | None = None
+        self.derived: dict[str, Any] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +57,11 @@ class PageStore:
     def resident_bytes(self) -> int:
         """Bytes held, spare capacity included."""
         return self._keys.nbytes + self._values.nbytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one row and one KV head, key and value."""
+        return (self._keys.shape[3] + self._values.shape[3]) * self._keys.element_size()
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All tokens, without a copy: `[B, H, num_tokens, D]` and `[B, H, num_tokens, D_v]`."""
@@ -76,7 +86,8 @@ class PageStore:
         added = keys.shape[2]
         if values.shape[2] != added:
             raise ValueError(f"keys and values must have as many tokens, got {added} and {values.shape[2]}")
-        self._reserve(self.num_tokens + added)
+        if self.num_tokens + added > self.capacity_tokens:
+            self._grow(self.num_tokens + added)
         for row, length in self._row_slices():
             self._keys[row, :, length : length + added].copy_(keys[row])
             self._values[row, :, length : length + added].copy_(values[row])
@@ -84,9 +95,11 @@ class PageStore:
                 self.visible[row, length : length + added] = True
         self.lengths = [length + added for length in self.lengths]
 
+    @lasting
     def hide(self, visible: Tensor) -> None:
         """Record which of the last tokens of each row are real: bool `[B, n]`, True where a token may be read."""
         if self.visible is None:
+            self.derived = {}
             self.visible = torch.ones(
                 len(self.lengths), self.capacity_tokens, dtype=torch.bool, device=self._keys.device
             )
@@ -101,10 +114,7 @@ class PageStore:
 
         Returns: keys `[B, H, n, D]` and values `[B, H, n, D_v]`.
         """
-        batch, heads, _ = tokens.shape
-        row = torch.arange(batch, device=tokens.device)[:, None, None]
-        head = torch.arange(heads, device=tokens.device)[None, :, None]
-        return self._keys[row, head, tokens], self._values[row, head, tokens]
+        return take(self._keys, tokens), take(self._values, tokens)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget the tokens of each row from `lengths[row]` on."""
@@ -135,9 +145,11 @@ class PageStore:
                 self.visible[row, start[row] : stop] = self.visible[row, moved]
         self.lengths = [first + len(kept) for first, kept in zip(start, indices, strict=True)]
 
+    @lasting
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was; rows may repeat or vanish (beam search, batch repeat, batch select)."""
         rows = rows.to(self._keys.device)
+        self.derived = {}
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
         if self.visible is not None:
             self.visible = self.visible.index_select(0, rows)
@@ -149,10 +161,10 @@ class PageStore:
             return [(slice(None), self.num_tokens)]
         return [(slice(row, row + 1), length) for row, length in enumerate(self.lengths)]
 
-    def _reserve(self, tokens: int) -> None:
-        """Grow the capacity by a constant factor, so that growth costs O(1) copies a token."""
-        if tokens <= self.capacity_tokens:
-            return
+    @lasting
+    def _grow(self, tokens: int) -> None:
+        """Grow the capacity to `tokens` or more by a constant factor, so that growth costs O(1) copies a token."""
+        self.derived = {}
         capacity = max(tokens + SPARE_TOKENS, int(self.capacity_tokens * GROWTH))
         self._keys, self._values = self._grown(self._keys, capacity), self._grown(self._values, capacity)
         if self.visible is not None:

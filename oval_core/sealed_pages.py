@@ -6,12 +6,14 @@ Tensors have room for more pages than there are, so that their shapes stay the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oval_core.basis import PageBasis, build_basis
 from oval_core.config import OvalConfig
+from oval_core.memory import lasting
 from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
 from oval_core.routers import Router
@@ -49,31 +51,50 @@ class SealedPages:
         self.lengths, self.tags = self.starts.clone(), self.starts.clone()
         self.features: Tensor | None = None
         self.has_short_pages = False
-        self._value_norm: tuple[list[int], Tensor] | None = None
+        self._derived: tuple[list[int], dict[str, Any]] = ([], {})
+
+    @property
+    def counts(self) -> list[int]:
+        """Sealed pages of each row."""
+        return [table.num_pages for table in self.tables]
+
+    @property
+    def derived(self) -> dict[str, Any]:
+        """What this class and kernels make of the pages; dropped when those change."""
+        if self._derived[0] != self.counts:
+            self._derived = (self.counts, {})
+        return self._derived[1]
 
     @property
     def mean_value_norm(self) -> Tensor:
         """Mean norm of the values of each row, over its sealed pages and heads: float32 `[B]`."""
-        counts = [table.num_pages for table in self.tables]
-        if self._value_norm is None or self._value_norm[0] != counts:
-            page = torch.arange(self.basis.capacity_pages, device=self.starts.device)
-            there = (page < torch.tensor(counts, device=page.device)[:, None])[:, None]
-            tokens = (self.basis.tokens * there).sum((1, 2))
-            mean = (self.basis.value_norm * there).sum((1, 2)) / tokens.clamp_min(1)
-            self._value_norm = (counts, mean.clamp_min(torch.finfo(mean.dtype).tiny))
-        return self._value_norm[1]
+        if "value_norm" not in self.derived:
+            self.derived["value_norm"] = self._mean_value_norm()
+        norm: Tensor = self.derived["value_norm"]
+        return norm
+
+    @lasting
+    def _mean_value_norm(self) -> Tensor:
+        page = torch.arange(self.basis.capacity_pages, device=self.starts.device)
+        there = (page < torch.tensor(self.counts, device=page.device)[:, None])[:, None]
+        tokens = (self.basis.tokens * there).sum((1, 2))
+        mean = (self.basis.value_norm * there).sum((1, 2)) / tokens.clamp_min(1)
+        return mean.clamp_min(torch.finfo(mean.dtype).tiny)
 
     @property
     def num_pages(self) -> int:
         """Sealed pages of the fullest row."""
-        return max((table.num_pages for table in self.tables), default=0)
+        return max(self.counts, default=0)
 
     def seal(self, store: PageStore, limits: Sequence[int]) -> None:
         """Summarise every page that became full within the first `limits[row]` tokens of its row."""
         new = [table.seal(limit) for table, limit in zip(self.tables, limits, strict=True)]
-        if not any(new):
-            return
-        self._value_norm = None
+        if any(new):
+            self._summarise_new(store, new)
+
+    @lasting
+    def _summarise_new(self, store: PageStore, new: list[range]) -> None:
+        self._derived = ([], {})
         self._reserve()
         if self._rows_are_alike(new):
             self._write(store, slice(None), self.tables[0], new[0])
@@ -82,9 +103,10 @@ class SealedPages:
             if pages:
                 self._write(store, slice(row, row + 1), self.tables[row], pages)
 
+    @lasting
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row `rows[i]` was."""
-        self._value_norm = None
+        self._derived = ([], {})
         rows = rows.to(self.starts.device)
         self.basis = self.basis.select_rows(rows)
         self.starts, self.lengths, self.tags = self.starts[rows], self.lengths[rows], self.tags[rows]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +87,7 @@ class Recorder:
         self.note(reason)
         self.context_tokens = max(self.context_tokens, layer.store.num_tokens)
         if num_queries <= self.config.max_sparse_query_tokens and num_queries < layer.store.num_tokens:
-            dense_bytes = sum(layer.store.lengths) * _token_bytes(layer)
+            dense_bytes = sum(layer.store.lengths) * layer.store.storage[0].shape[1] * layer.store.token_bytes
             self._bytes_read += dense_bytes
             self._bytes_dense += dense_bytes
 
@@ -105,15 +106,11 @@ class Recorder:
 
     def paged(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
         """A layer read `selection` for `query [B, H, G, Q, D]`; `view` gives the pages it was chosen from."""
-        sealed, counts, heads = layer.pages, [table.num_pages for table in layer.tables], query.shape[1]
+        sealed, counts, heads = layer.pages, layer.pages.counts, query.shape[1]
         sizes: Tensor | int = layer.config.page_size
         if sealed.has_short_pages:
             sizes = sealed.lengths[:, None].expand(-1, heads, -1).gather(-1, selection.pages)
-        token_bytes = _token_bytes(layer) // heads
-        metadata = heads * sum(
-            layer.router.metadata_bytes(count, layer.config.shortlist_for(count), sealed.basis, sealed.features)
-            for count in counts
-        )
+        token_bytes, metadata = layer.store.token_bytes, _metadata_bytes(layer)
         self.context_tokens = max(self.context_tokens, layer.store.num_tokens)
         self._metadata_bytes += metadata
         self._bytes_read += metadata + heads * token_bytes * sum(table.open_tokens for table in layer.tables)
@@ -187,10 +184,15 @@ def _hit_rate(query: Tensor, pages: Pages, read: Tensor) -> Tensor:
     return (hit * counts).sum() / counts.sum().clamp_min(1)
 
 
-def _token_bytes(layer: OvalLayer) -> int:
-    """Bytes of one token of one row, keys and values of all KV heads."""
-    keys, values = layer.store.dense()
-    return keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+def _metadata_bytes(layer: OvalLayer) -> int:
+    """Bytes of metadata that one selection reads, all rows and KV heads."""
+    pages, derived = layer.pages, layer.pages.derived
+    if "metadata_bytes" not in derived:
+        read = partial(layer.router.metadata_bytes, basis=pages.basis, features=pages.features)
+        per_head = sum(read(count, layer.config.shortlist_for(count)) for count in pages.counts)
+        derived["metadata_bytes"] = pages.basis.tokens.shape[1] * per_head
+    size: int = derived["metadata_bytes"]
+    return size
 
 
 def _mean(values: list[float]) -> float | None:

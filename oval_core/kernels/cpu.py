@@ -5,6 +5,7 @@ Tier functions on their own (for other routers) are those of the reference.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,9 @@ def unsupported(
     """Why the fused cascade cannot serve this call, or None. `mask` is bool `[B, 1, Q, T]`."""
     if query.requires_grad:
         return "gradients"
-    keys, _ = layer.store.dense()
-    if keys.dtype not in _STORED_AS:
-        return f"{keys.dtype} cache"
+    dtype = layer.store.storage[0].dtype
+    if dtype not in _STORED_AS:
+        return f"{dtype} cache"
     if softcap is not None:
         return "softcap"
     if sinks is not None:
@@ -61,7 +62,7 @@ def cascade(
     Returns: float32 `[B, H, G, Q, D_v]`, and the selection (its tail is already inside the output).
     """
     batch, heads, group, queries, dim = query.shape
-    tokens, table = _tokens(layer), _table(layer)
+    tokens, table, bases = _tokens(layer), _table(layer), _bases(layer)
     rows = query.reshape(batch, heads, group * queries, dim).numpy()
     out = np.empty((batch, heads, group * queries, tokens.values.shape[3]), np.float32)
     picked = np.zeros((batch, heads, int(table.budget.max())), np.int64)
@@ -72,13 +73,9 @@ def cascade(
         loops.Query(rows, _tail_mask(layer, table, mask, group, queries)),
         tokens,
         table,
-        _bases(layer),
-        layer.pages.mean_value_norm.numpy(),
-        layer.config.sink_pages,
-        layer.config.window_pages,
-        np.float32(scaling),
-        estimate_tail,
-        threads,
+        bases,
+        loops.Choices(np.float32(scaling), layer.config.sink_pages, layer.config.window_pages, estimate_tail),
+        threads // math.gcd(threads, batch * heads),  # the fewest parts that keep all threads equally busy
         out,
         picked,
         valid,
@@ -112,33 +109,47 @@ _COMPILING = "OVAL: compiling the CPU kernels (about a minute, once; later proce
 
 
 def _bases(layer: OvalLayer) -> loops.Bases:
-    arrays = layer.pages.basis.numpy
-    return loops.Bases(*(arrays[name] for name in loops.Bases._fields))
+    derived = layer.pages.derived
+    if "cpu_bases" not in derived:
+        tensors = layer.pages.basis.tensors()
+        derived["cpu_bases"] = loops.Bases(*(tensors[name].numpy() for name in loops.Bases._fields))
+    bases: loops.Bases = derived["cpu_bases"]
+    return bases
 
 
 def _tokens(layer: OvalLayer) -> loops.Tokens:
-    keys, values = (storage.view(_STORED_AS[storage.dtype]).numpy() for storage in layer.store.storage)
-    visible = layer.store.visible
-    return loops.Tokens(keys, values, np.ones((keys.shape[0], 0), np.bool_) if visible is None else visible.numpy())
+    store = layer.store
+    if "cpu_tokens" not in store.derived:
+        keys, values = (storage.view(_STORED_AS[storage.dtype]).numpy() for storage in store.storage)
+        visible = np.ones((keys.shape[0], 0), np.bool_) if store.visible is None else store.visible.numpy()
+        store.derived["cpu_tokens"] = loops.Tokens(keys, values, visible)
+    tokens: loops.Tokens = store.derived["cpu_tokens"]
+    return tokens
 
 
 def _table(layer: OvalLayer) -> loops.Table:
-    config, tables = layer.config, layer.tables
-    counts = [table.num_pages for table in tables]
-    return loops.Table(
-        layer.pages.starts.numpy(),
-        layer.pages.lengths.numpy(),
-        np.array(counts),
-        np.array([config.budget_for(count) - 1 for count in counts]),
-        np.array([config.shortlist_for(count) for count in counts]),
-        np.array([table.sealed_end for table in tables]),
-        np.array(layer.store.lengths),
-    )
+    derived, config = layer.pages.derived, layer.config
+    if "cpu_table" not in derived:
+        counts = layer.pages.counts
+        derived["cpu_table"] = loops.Table(
+            layer.pages.starts.numpy(),
+            layer.pages.lengths.numpy(),
+            np.array(counts),
+            np.array([config.budget_for(count) - 1 for count in counts]),
+            np.array([config.shortlist_for(count) for count in counts]),
+            np.array([table.sealed_end for table in layer.tables]),
+            layer.pages.mean_value_norm.numpy(),
+            np.array(layer.store.lengths),
+        )
+    table: loops.Table = derived["cpu_table"]
+    return table._replace(ends=np.array(layer.store.lengths))
 
 
 def _tail_mask(layer: OvalLayer, table: loops.Table, mask: Tensor | None, group: int, queries: int) -> np.ndarray:
     """Which open tokens each query may read, bool `[B, G * Q, n]`."""
     tail = table.ends - table.sealed_end
+    if queries == 1 and mask is None and layer.store.visible is None and not layer.store.is_ragged:
+        return np.ones((len(tail), group, tail[0]), np.bool_)
     last = tail[:, None] - queries + np.arange(queries)
     readable = np.arange(tail.max()) <= last[..., None]  # [B, Q, n]
     hidden = mask if mask is not None else layer.store.visible

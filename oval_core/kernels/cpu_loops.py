@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Pages of each row: `starts`, `lengths` `[B, P]`; `counts`, `budget`, `shortlist`, `sealed_end`, `ends` `[B]`."""
+    """Pages of each row: `starts`, `lengths` `[B, P]`; all others, sizes and the mean value norm, `[B]`."""
 
     starts: Any
     lengths: Any
@@ -53,17 +53,26 @@ class Table(NamedTuple):
     budget: Any
     shortlist: Any
     sealed_end: Any
+    value_norm: Any
     ends: Any
 
 
-class Shortlist(NamedTuple):
-    """Scratch: `listed [B, H, n]`, `lengths [B, H]`, `lse [B, H, R, n]`, `moved [B, H, R, n, r]`, `read [B, H, n]`."""
+class Choices(NamedTuple):
+    """Softmax scale, pages that are always read, whether pages that are not read contribute."""
 
-    listed: Any
+    scaling: Any
+    sinks: Any
+    window: Any
+    tail: Any
+
+
+class Shortlist(NamedTuple):
+    """Scratch: `pages [B, H, n]`, `lengths [B, H, parts]`, `lse [B, H, R, n]`, `moved [B, H, R, n, r]`."""
+
+    pages: Any
     lengths: Any
     lse: Any
     moved: Any
-    read: Any
 
 
 class Sums(NamedTuple):
@@ -82,7 +91,7 @@ class Query(NamedTuple):
 
 
 @njit(fastmath=True, inline="always")
-def _exp(x):  # type: ignore[no-untyped-def]
+def _exp(x):
     """exp for x <= 0, in a form that vectorises; relative error about 1e-7 (Cephes coefficients)."""
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -97,42 +106,55 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return (p * r * r + r + np.float32(1)) * power
 
 
-def _float32(x):  # type: ignore[no-untyped-def]
+def _float32(x):
     """A stored number as float32; uint16 holds the bits of a bfloat16."""
 
 
 @overload(_float32, inline="always")
-def _float32_of(x):  # type: ignore[no-untyped-def]
+def _float32_of(x):
     if isinstance(x, types.Float):
         return lambda x: x
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
 
 
-@njit(fastmath=True)
-def _dots(rows, vector, out):  # type: ignore[no-untyped-def]
-    """`out[r] = rows[r] . vector`."""
+@njit(fastmath=True, inline="always")
+def _dots(rows, vector, out, at):
+    """`out[at, r] = rows[r] . vector`."""
     for r in range(rows.shape[0]):
         total = np.float32(0)
         for d in range(rows.shape[1]):
             total += rows[r, d] * vector[d]
-        out[r] = total
+        out[at, r] = total
+
+
+@njit(fastmath=True, inline="always")
+def _most(values, count):
+    most = NOTHING
+    for i in range(count):
+        most = max(most, values[i])
+    return most
+
+
+@njit(fastmath=True, inline="always")
+def _exp_all(values, count, most):
+    """Replace the first `count` values by exp(value - most); return their sum."""
+    total = np.float32(0)
+    for i in range(count):
+        values[i] = _exp(values[i] - most)
+        total += values[i]
+    return total
 
 
 @njit(fastmath=True)
-def _softmax(scores, out):  # type: ignore[no-untyped-def]
-    most = NOTHING
-    for i in range(scores.shape[0]):
-        most = max(most, scores[i])
-    total = np.float32(0)
-    for i in range(scores.shape[0]):
-        out[i] = _exp(scores[i] - most)
-        total += out[i]
-    for i in range(scores.shape[0]):
+def _softmax(scores, out):
+    out[:] = scores
+    total = _exp_all(out, out.shape[0], _most(out, out.shape[0]))
+    for i in range(out.shape[0]):
         out[i] /= total
 
 
 @njit(fastmath=True)
-def _top(values, wanted, chosen):  # type: ignore[no-untyped-def]
+def _top(values, wanted, chosen):
     """Write the positions of the `wanted` largest values that stand for something; return how many there are."""
     count = values.shape[0]
     bound = NOTHING
@@ -153,27 +175,27 @@ def _top(values, wanted, chosen):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True)
-def _coarse(rows, b, h, bases, scaling, first, last, scores):  # type: ignore[no-untyped-def]
+def _coarse(rows, b, h, bases, scaling, first, last, scores):
     """Tier 1 for pages first..last: `scores [R, P]`."""
     count, dim = rows.shape
     absolute = np.abs(rows)
     mu, radius = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    near, wide = np.empty(count, np.float32), np.empty(count, np.float32)
+    dots = np.empty((2, count), np.float32)
     for p in range(first, last):
         tokens = bases.tokens[b, h, p]
         for d in range(dim):
             mu[d] = bases.centroid[b, h, p, d]
             radius[d] = bases.radius[b, h, p, d]
-        _dots(rows, mu, near)
-        _dots(absolute, radius, wide)
+        _dots(rows, mu, dots, 0)
+        _dots(absolute, radius, dots, 1)
         mass = np.float32(np.log(np.float32(max(tokens, 1))))
         for r in range(count):
-            logit = near[r] * bases.centroid_scale[b, h, p] + wide[r] * bases.radius_scale[b, h, p]
+            logit = dots[0, r] * bases.centroid_scale[b, h, p] + dots[1, r] * bases.radius_scale[b, h, p]
             scores[r, p] = scaling * logit + mass if tokens > 0 else NOTHING
 
 
 @njit(fastmath=True)
-def _shortlist(scores, tokens, wanted, sinks, window, listed):  # type: ignore[no-untyped-def]
+def _shortlist(scores, tokens, wanted, sinks, window, listed):
     """The pages with the largest mean share, sinks and window first; returns how many."""
     rows, pages = scores.shape
     share, total = np.empty(pages, np.float32), np.zeros(pages, np.float32)
@@ -189,52 +211,53 @@ def _shortlist(scores, tokens, wanted, sinks, window, listed):  # type: ignore[n
 
 
 @njit(fastmath=True)
-def _basis(rows, b, h, bases, scaling, pages, lse, moved):  # type: ignore[no-untyped-def]
+def _basis(rows, b, h, bases, scaling, pages, lse, moved):
     """Tier 2 for `pages`: log-masses `lse [R, n]` and mean coefficients `moved [R, n, r]`."""
     count, dim = rows.shape
     rank, size = bases.coefficients.shape[3:]
     vector, logits = np.empty(dim, np.float32), np.empty(size, np.float32)
-    along, near = np.empty((rank, count), np.float32), np.empty(count, np.float32)
+    along = np.empty((rank + 1, count), np.float32)  # the last row: along the centroid
     c = np.empty((rank, size), np.float32)
     for j in range(pages.shape[0]):
         p = pages[j]
         for d in range(dim):
             vector[d] = bases.centroid[b, h, p, d] * bases.centroid_scale[b, h, p]
-        _dots(rows, vector, near)
+        _dots(rows, vector, along, rank)
         for k in range(rank):
             for d in range(dim):
                 vector[d] = bases.directions[b, h, p, k, d] * bases.directions_scale[b, h, p, k]
-            _dots(rows, vector, along[k])
+            _dots(rows, vector, along, k)
             for s in range(size):
                 c[k, s] = bases.coefficients[b, h, p, k, s] * bases.coefficients_scale[b, h, p, k]
         for r in range(count):
-            logits[:] = near[r]
+            for s in range(size):
+                logits[s] = along[rank, r]
             for k in range(rank):
                 for s in range(size):
                     logits[s] += along[k, r] * c[k, s]
-            lse[r, j] = _page_output(logits, scaling, bases.tokens[b, h, p], c, moved[r, j])
+            _page_output(logits, scaling, bases.tokens[b, h, p], c, lse, moved, r, j)
 
 
-@njit(fastmath=True)
-def _page_output(logits, scaling, tokens, c, moved):  # type: ignore[no-untyped-def]
-    """Log-mass of one page for one query; `moved [r]` becomes softmax(logits) . C."""
-    most = NOTHING
-    for s in range(tokens):
-        most = max(most, logits[s])
-    total = np.float32(0)
-    for s in range(logits.shape[0]):
-        logits[s] = _exp(scaling * (logits[s] - most)) if s < tokens else np.float32(0)
-        total += logits[s]
+@njit(fastmath=True, inline="always")
+def _page_output(logits, scaling, tokens, c, lse, moved, r, j):
+    """One page for one query: `lse[r, j]`, its log-mass, and `moved[r, j]`, softmax(logits) . C."""
+    size = logits.shape[0]
+    most = _most(logits, tokens)
+    for s in range(size):
+        logits[s] = scaling * (logits[s] - most)
+    for s in range(tokens, size):
+        logits[s] = NOTHING
+    total = _exp_all(logits, size, np.float32(0))
     for k in range(c.shape[0]):
         mean = np.float32(0)
         for s in range(logits.shape[0]):
             mean += logits[s] * c[k, s]
-        moved[k] = mean / total
-    return scaling * most + np.float32(np.log(total))
+        moved[r, j, k] = mean / total
+    lse[r, j] = scaling * most + np.float32(np.log(total))
 
 
 @njit(fastmath=True)
-def _impact(rows, b, h, bases, scaling, value_norm, pages, lse):  # type: ignore[no-untyped-def]
+def _impact(rows, b, h, bases, scaling, value_norm, pages, lse):
     """Tier 3: how far the approximation of each of `pages` could move the output."""
     share, impact = np.empty(pages.shape[0], np.float32), np.zeros(pages.shape[0], np.float32)
     for r in range(rows.shape[0]):
@@ -248,11 +271,11 @@ def _impact(rows, b, h, bases, scaling, value_norm, pages, lse):  # type: ignore
 
 
 @njit(fastmath=True)
-def _token_list(b, h, tokens, table, picked, count, part, parts, listed):  # type: ignore[no-untyped-def]
+def _token_list(b, tokens, table, pages, part, parts, listed):
     """This part's share of the tokens to read exactly; returns how many. Open tokens come after those in pages."""
-    found = 0
+    found, count = 0, pages.shape[0]
     for i in range(count * part // parts, count * (part + 1) // parts):
-        p = picked[b, h, i]
+        p = pages[i]
         for t in range(table.starts[b, p], table.starts[b, p] + table.lengths[b, p]):
             if tokens.visible.shape[1] == 0 or tokens.visible[b, t]:
                 listed[found] = t
@@ -265,25 +288,25 @@ def _token_list(b, h, tokens, table, picked, count, part, parts, listed):  # typ
 
 
 @njit(fastmath=True)
-def _read(query, b, h, tokens, sealed_end, scaling, listed, out, most, mass):  # type: ignore[no-untyped-def]
+def _read(query, b, h, tokens, sealed_end, scaling, listed, out, most, mass):
     """Exact attention over the listed tokens: `out [R, D_v]` not yet divided by `mass [R]`, logits minus `most [R]`."""
     rows = query.rows[b, h]
     key, value = np.empty(rows.shape[1], np.float32), np.empty(out.shape[1], np.float32)
-    near, logits = np.empty(rows.shape[0], np.float32), np.empty((rows.shape[0], listed.shape[0]), np.float32)
+    near, logits = np.empty((1, rows.shape[0]), np.float32), np.empty((rows.shape[0], listed.shape[0]), np.float32)
     for i in range(listed.shape[0]):
         t = listed[i]
         for d in range(key.shape[0]):
             key[d] = _float32(tokens.keys[b, h, t, d])
-        _dots(rows, key, near)
+        _dots(rows, key, near, 0)
         for r in range(rows.shape[0]):
             readable = t < sealed_end or query.tail_mask[b, r, t - sealed_end]
-            logits[r, i] = scaling * near[r] if readable else NOTHING
-            most[r] = max(most[r], logits[r, i])
+            logits[r, i] = scaling * near[0, r] if readable else NOTHING
     for r in range(rows.shape[0]):
-        for i in range(listed.shape[0]):
-            weight = _exp(logits[r, i] - most[r]) if logits[r, i] > NOTHING else np.float32(0)
-            logits[r, i] = weight
-            mass[r] += weight
+        most[r] = _most(logits[r], listed.shape[0])
+        if most[r] > NOTHING:
+            mass[r] = _exp_all(logits[r], listed.shape[0], most[r])
+        else:
+            logits[r] = 0
     for i in range(listed.shape[0]):
         for d in range(value.shape[0]):
             value[d] = _float32(tokens.values[b, h, listed[i], d])
@@ -293,7 +316,7 @@ def _read(query, b, h, tokens, sealed_end, scaling, listed, out, most, mass):  #
 
 
 @njit(fastmath=True)
-def _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass):  # type: ignore[no-untyped-def]
+def _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass):
     """Add the shortlisted pages that are not read, as their bases approximate them."""
     rows, dim = out.shape
     _raise_most(read, lse, out, most, mass)
@@ -315,7 +338,7 @@ def _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass):  # type: i
 
 
 @njit(fastmath=True)
-def _raise_most(read, lse, out, most, mass):  # type: ignore[no-untyped-def]
+def _raise_most(read, lse, out, most, mass):
     """Let `most` cover the pages that are not read, and scale what was summed so far accordingly."""
     for r in range(most.shape[0]):
         before = most[r]
@@ -327,86 +350,98 @@ def _raise_most(read, lse, out, most, mass):  # type: ignore[no-untyped-def]
             out[r, d] *= shrink
 
 
-@njit(fastmath=True)
-def _add_outer(weights, vector, out):  # type: ignore[no-untyped-def]
+@njit(fastmath=True, inline="always")
+def _add_outer(weights, vector, out):
     """`out[r] += weights[r] vector`."""
     for r in range(out.shape[0]):
         for d in range(out.shape[1]):
             out[r, d] += weights[r] * vector[d]
 
 
+@njit(fastmath=True)
+def _score(b, h, part, parts, query, table, bases, choices, scores):
+    """First stage of one part: coarse scores of its pages."""
+    count = table.counts[b]
+    first, last = count * part // parts, count * (part + 1) // parts
+    _coarse(query.rows[b, h], b, h, bases, choices.scaling, first, last, scores[b, h])
+
+
+@njit(fastmath=True)
+def _evaluate(b, h, part, parts, query, table, bases, choices, scores, short):
+    """Second stage of one part: the shortlist (each part makes it, that is cheaper than waiting) and its bases."""
+    count, wanted = table.counts[b], table.shortlist[b]
+    listed, tokens = np.empty(wanted, np.int64), bases.tokens[b, h, :count]
+    length = _shortlist(scores[b, h, :, :count], tokens, wanted, choices.sinks, choices.window, listed)
+    first, last = length * part // parts, length * (part + 1) // parts
+    lse, moved = short.lse[b, h, :, first:last], short.moved[b, h, :, first:last]
+    _basis(query.rows[b, h], b, h, bases, choices.scaling, listed[first:last], lse, moved)
+    short.pages[b, h, first:last] = listed[first:last]
+    short.lengths[b, h, part] = length
+
+
+@njit(fastmath=True)
+def _select(b, h, query, table, bases, choices, pages, lse, read, chosen):
+    """Tier 3 for one KV head: marks what is `read` in the shortlist, lists the `chosen` pages, returns how many."""
+    impact = _impact(query.rows[b, h], b, h, bases, choices.scaling, table.value_norm[b], pages, lse)
+    for j in range(pages.shape[0]):
+        if pages[j] < choices.sinks or pages[j] >= table.counts[b] - choices.window:
+            impact[j] = FORCED
+    count = _top(impact, table.budget[b], chosen)
+    for i in range(count):
+        read[chosen[i]] = True
+        chosen[i] = pages[chosen[i]]
+    return count
+
+
+@njit(fastmath=True)
+def _finish(b, h, part, parts, query, tokens, table, bases, choices, short, sums, picked, valid):
+    """Third stage of one part: the selection (again made by each part), exact attention and the estimated tail."""
+    length = short.lengths[b, h, part]
+    pages, lse = short.pages[b, h, :length], short.lse[b, h, :, :length]
+    chosen, read = np.empty(table.budget[b], np.int64), np.zeros(length, np.bool_)
+    count = _select(b, h, query, table, bases, choices, pages, lse, read, chosen)
+    if part == 0:
+        picked[b, h, :count] = chosen[:count]
+        valid[b, h, :count] = True
+    out, most, mass = sums.out[b, h, part], sums.most[b, h, part], sums.mass[b, h, part]
+    room = (count // parts + 1) * bases.coefficients.shape[4] + table.ends[b] - table.sealed_end[b]
+    positions = np.empty(room, np.int64)
+    found = _token_list(b, tokens, table, chosen[:count], part, parts, positions)
+    _read(query, b, h, tokens, table.sealed_end[b], choices.scaling, positions[:found], out, most, mass)
+    if choices.tail:
+        first, last = length * part // parts, length * (part + 1) // parts
+        lse, moved = lse[:, first:last], short.moved[b, h, :, first:last]
+        _add_tail(b, h, bases, pages[first:last], read[first:last], lse, moved, out, most, mass)
+
+
 @njit(parallel=True, fastmath=True, cache=True)
-def _score_all(query, table, bases, scaling, parts, scores):  # type: ignore[no-untyped-def]
+def _parts(query, tokens, table, bases, choices, parts, scores, short, sums, picked, valid):
+    """KV heads cut into parts; all parts wait for each other between the stages."""
     batch, heads = query.rows.shape[:2]
     for item in prange(batch * heads * parts):
         b, h, part = item // parts // heads, item // parts % heads, item % parts
-        count = table.counts[b]
-        first, last = count * part // parts, count * (part + 1) // parts
-        _coarse(query.rows[b, h], b, h, bases, scaling, first, last, scores[b, h])
+        _score(b, h, part, parts, query, table, bases, choices, scores)
+    for item in prange(batch * heads * parts):
+        b, h, part = item // parts // heads, item // parts % heads, item % parts
+        _evaluate(b, h, part, parts, query, table, bases, choices, scores, short)
+    for item in prange(batch * heads * parts):
+        b, h, part = item // parts // heads, item // parts % heads, item % parts
+        _finish(b, h, part, parts, query, tokens, table, bases, choices, short, sums, picked, valid)
 
 
 @njit(parallel=True, fastmath=True, cache=True)
-def _list_all(scores, table, bases, sinks, window, short):  # type: ignore[no-untyped-def]
-    batch, heads = short.listed.shape[:2]
-    lengths = short.lengths  # fields of a tuple cannot be assigned to inside prange
+def _heads(query, tokens, table, bases, choices, scores, short, sums, picked, valid):
+    """Whole KV heads, with nothing to wait for between the stages."""
+    batch, heads = query.rows.shape[:2]
     for item in prange(batch * heads):
         b, h = item // heads, item % heads
-        count = table.counts[b]
-        lengths[b, h] = _shortlist(
-            scores[b, h, :, :count], bases.tokens[b, h, :count], table.shortlist[b], sinks, window, short.listed[b, h]
-        )
-
-
-@njit(parallel=True, fastmath=True, cache=True)
-def _evaluate_all(query, bases, scaling, parts, short):  # type: ignore[no-untyped-def]
-    batch, heads = query.rows.shape[:2]
-    for item in prange(batch * heads * parts):
-        b, h, part = item // parts // heads, item // parts % heads, item % parts
-        first, last = short.lengths[b, h] * part // parts, short.lengths[b, h] * (part + 1) // parts
-        pages, lse = short.listed[b, h, first:last], short.lse[b, h, :, first:last]
-        _basis(query.rows[b, h], b, h, bases, scaling, pages, lse, short.moved[b, h, :, first:last])
-
-
-@njit(parallel=True, fastmath=True, cache=True)
-def _choose_all(query, table, bases, value_norm, scaling, sinks, window, short, picked, valid):  # type: ignore[no-untyped-def]
-    batch, heads = query.rows.shape[:2]
-    read = short.read
-    for item in prange(batch * heads):
-        b, h = item // heads, item % heads
-        length = short.lengths[b, h]
-        pages, lse = short.listed[b, h, :length], short.lse[b, h, :, :length]
-        impact = _impact(query.rows[b, h], b, h, bases, scaling, value_norm[b], pages, lse)
-        for j in range(length):
-            if pages[j] < sinks or pages[j] >= table.counts[b] - window:
-                impact[j] = FORCED
-        found = _top(impact, table.budget[b], picked[b, h])
-        for i in range(found):
-            place = picked[b, h, i]
-            read[b, h, place] = True
-            valid[b, h, i] = True
-            picked[b, h, i] = pages[place]
-
-
-@njit(parallel=True, fastmath=True, cache=True)
-def _read_all(query, tokens, table, bases, scaling, tail, parts, short, picked, valid, sums):  # type: ignore[no-untyped-def]
-    batch, heads = query.rows.shape[:2]
-    for item in prange(batch * heads * parts):
-        b, h, part = item // parts // heads, item // parts % heads, item % parts
-        out, most, mass = sums.out[b, h, part], sums.most[b, h, part], sums.mass[b, h, part]
-        count = np.sum(valid[b, h])
-        room = (count // parts + 1) * bases.coefficients.shape[4] + table.ends[b] - table.sealed_end[b]
-        positions = np.empty(room, np.int64)
-        found = _token_list(b, h, tokens, table, picked, count, part, parts, positions)
-        _read(query, b, h, tokens, table.sealed_end[b], scaling, positions[:found], out, most, mass)
-        if tail:
-            first, last = short.lengths[b, h] * part // parts, short.lengths[b, h] * (part + 1) // parts
-            pages, read = short.listed[b, h, first:last], short.read[b, h, first:last]
-            lse, moved = short.lse[b, h, :, first:last], short.moved[b, h, :, first:last]
-            _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass)
+        _score(b, h, 0, 1, query, table, bases, choices, scores)
+        _evaluate(b, h, 0, 1, query, table, bases, choices, scores, short)
+        _finish(b, h, 0, 1, query, tokens, table, bases, choices, short, sums, picked, valid)
 
 
 @njit(fastmath=True, cache=True)
-def _merge_all(sums, out):  # type: ignore[no-untyped-def]
+def _merge_all(sums, out):
     """Log-sum-exp merge of the parts."""
     batch, heads, parts, rows, _ = sums.out.shape
     out[:] = 0
@@ -423,14 +458,11 @@ def _merge_all(sums, out):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def cascade(query, tokens, table, bases, value_norm, sinks, window, scaling, tail, parts, out, picked, valid):  # type: ignore[no-untyped-def]
+def cascade(query, tokens, table, bases, choices, parts, out, picked, valid):
     """One decoding step of one layer.
 
     Args:
-        query, tokens, table, bases: see their classes.
-        value_norm: float32 `[B]`, mean norm of the values.
-        sinks, window, scaling: as in the config and the model.
-        tail: whether shortlisted pages that are not read contribute.
+        query, tokens, table, bases, choices: see their classes.
         parts: pieces that every (row, KV head) is cut into.
         out: filled, float32 `[B, H, R, D_v]`.
         picked, valid: filled, int64 and bool `[B, H, K]`, zeros before.
@@ -440,19 +472,17 @@ def cascade(query, tokens, table, bases, value_norm, sinks, window, scaling, tai
     scores = np.empty((batch, heads, rows, np.max(table.counts)), np.float32)
     short = Shortlist(
         np.empty((batch, heads, length), np.int64),
-        np.empty((batch, heads), np.int64),
+        np.empty((batch, heads, parts), np.int64),
         np.empty((batch, heads, rows, length), np.float32),
         np.empty((batch, heads, rows, length, rank), np.float32),
-        np.zeros((batch, heads, length), np.bool_),
     )
     sums = Sums(
         np.zeros((batch, heads, parts, rows, out.shape[3]), np.float32),
         np.full((batch, heads, parts, rows), NOTHING, np.float32),
         np.zeros((batch, heads, parts, rows), np.float32),
     )
-    _score_all(query, table, bases, scaling, parts, scores)
-    _list_all(scores, table, bases, sinks, window, short)
-    _evaluate_all(query, bases, scaling, parts, short)
-    _choose_all(query, table, bases, value_norm, scaling, sinks, window, short, picked, valid)
-    _read_all(query, tokens, table, bases, scaling, tail, parts, short, picked, valid, sums)
+    if parts == 1:
+        _heads(query, tokens, table, bases, choices, scores, short, sums, picked, valid)
+    else:
+        _parts(query, tokens, table, bases, choices, parts, scores, short, sums, picked, valid)
     _merge_all(sums, out)

@@ -1,0 +1,30 @@
+"""Allocating what outlives a forward pass, and copying rows out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def lasting(method: Method) -> Method:
+    """Let what `method` allocates be written later on, inside `torch.inference_mode` or outside of it."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+def take(tensor: Tensor, index: Tensor) -> Tensor:
+    """Copy `tensor [B, H, N, ...]` at `index [B, H, k]` into `[B, H, k, ...]`, whole rows at a time.
+
+    The tensor may be the start of a longer one (`[:, :, :n]`): rows are addressed through its strides.
+    """
+    batch, heads, count = tensor.shape[:3]
+    to_row, to_head, step = tensor.stride()[:3]
+    row = torch.arange(batch, device=index.device)[:, None, None] * (to_row // step)
+    head = torch.arange(heads, device=index.device)[:, None] * (to_head // step)
+    rows = (batch - 1) * (to_row // step) + (heads - 1) * (to_head // step) + count
+    flat = tensor.as_strided((rows, *tensor.shape[3:]), tensor.stride()[2:])
+    return flat.index_select(0, (row + head + index).flatten()).view(*index.shape, *tensor.shape[3:])
