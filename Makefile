@@ -30,8 +30,11 @@ test: $(STAMP) ## run the quick tests
 test-all: $(STAMP) ## run all tests, those on real weights too
 	$(RUN) -m pytest -m ""
 
-bench: $(STAMP) ## measure quality against bytes read
+bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.quality
+	$(RUN) -m benchmarks.decode
+	$(RUN) -m benchmarks.layer
+	$(RUN) -m benchmarks.readme
 
 check: $(STAMP) ## lint, check formatting and types, run the quick tests
 	$(RUN) -m ruff check

@@ -61,16 +61,18 @@ class SealedPages:
     @property
     def derived(self) -> dict[str, Any]:
         """What this class and kernels make of the pages; dropped when those change."""
-        if self._derived[0] != self.counts:
-            self._derived = (self.counts, {})
+        counts = self.counts
+        if self._derived[0] != counts:
+            self._derived = (counts, {})
         return self._derived[1]
 
     @property
     def mean_value_norm(self) -> Tensor:
         """Mean norm of the values of each row, over its sealed pages and heads: float32 `[B]`."""
-        if "value_norm" not in self.derived:
-            self.derived["value_norm"] = self._mean_value_norm()
-        norm: Tensor = self.derived["value_norm"]
+        derived = self.derived
+        if "value_norm" not in derived:
+            derived["value_norm"] = self._mean_value_norm()
+        norm: Tensor = derived["value_norm"]
         return norm
 
     @lasting

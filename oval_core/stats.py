@@ -106,18 +106,16 @@ class Recorder:
 
     def paged(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
         """A layer read `selection` for `query [B, H, G, Q, D]`; `view` gives the pages it was chosen from."""
-        sealed, counts, heads = layer.pages, layer.pages.counts, query.shape[1]
-        sizes: Tensor | int = layer.config.page_size
-        if sealed.has_short_pages:
-            sizes = sealed.lengths[:, None].expand(-1, heads, -1).gather(-1, selection.pages)
-        token_bytes, metadata = layer.store.token_bytes, _metadata_bytes(layer)
+        counts, heads, token_bytes = layer.pages.counts, query.shape[1], layer.store.token_bytes
+        metadata = _metadata_bytes(layer)
+        pages, tokens = _amount(layer, selection)
         self.context_tokens = max(self.context_tokens, layer.store.num_tokens)
         self._metadata_bytes += metadata
         self._bytes_read += metadata + heads * token_bytes * sum(table.open_tokens for table in layer.tables)
         self._bytes_dense += heads * token_bytes * sum(layer.store.lengths)
-        self._page_bytes_read += token_bytes * (selection.valid * sizes).sum()
+        self._page_bytes_read += token_bytes * tokens
         self._pages = max(self._pages, max(counts) + 1)
-        self._selected += selection.valid.sum()
+        self._selected += pages
         self._selections += heads * len(counts)
         self._mark(layer, selection, counts)
         if self.samples or self.trace is not None:
@@ -169,6 +167,17 @@ def _read_pages(selection: Selection, pages: Pages) -> Tensor:
     """bool `[B, H, P]`."""
     read = torch.zeros(pages.basis.tokens.shape, dtype=torch.bool, device=selection.pages.device)
     return read.scatter_(-1, selection.pages, selection.valid)
+
+
+def _amount(layer: OvalLayer, selection: Selection) -> tuple[Tensor | int, Tensor | int]:
+    """Pages and tokens of a selection; on an accelerator still there, so that nobody waits for it."""
+    is_cpu = selection.valid.device.type == "cpu"
+    if layer.pages.has_short_pages:
+        lengths = layer.pages.lengths[:, None].expand(*selection.pages.shape[:2], -1)
+        tokens = (selection.valid * lengths.gather(-1, selection.pages)).sum()
+        return selection.valid.sum(), int(tokens) if is_cpu else tokens
+    pages = int(selection.valid.sum()) if is_cpu else selection.valid.sum()
+    return pages, pages * layer.config.page_size
 
 
 def _share_read(marks: Tensor, counts: list[int]) -> float:
