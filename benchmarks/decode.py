@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
 from benchmarks.alternating import WARM_UP_ROUNDS, median_ms, speedup, time_in_turns
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from benchmarks.readme import MEASUREMENTS
 from demos.smollm2 import load_model
 from demos.texts import load_text
@@ -60,7 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
         for context, batch in [(context, 1) for context in options.contexts] + [(options.prefill, options.batch)]:
             rows.append(_measure(model, name, filled, context, batch, options.steps))
             print(_line(rows[-1]), flush=True)
-    result = {"benchmark": "decode", "machine": describe_machine(), "model": options.model or "SmolLM2-135M-Instruct"}
+    result = {
+        "benchmark": "decode",
+        "command": command_line("decode", arguments),
+        "machine": describe_machine(),
+        "model": options.model or "SmolLM2-135M-Instruct",
+    }
     result |= {"config": asdict(OvalConfig()), "rows": [asdict(row) for row in rows], **extra}
     options.out.mkdir(parents=True, exist_ok=True)
     line = json.dumps(result)

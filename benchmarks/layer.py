@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.alternating import median_ms, speedup, time_in_turns
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from benchmarks.readme import MEASUREMENTS
 from oval_core import OvalConfig, kernels
 from oval_core.attention import paged_attention
@@ -57,7 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
             for context in options.contexts:
                 rows.append(_measure(shape, dtype, context, options.calls, bandwidth))
                 print(rows[-1], flush=True)
-    result = {"benchmark": "layer", "machine": describe_machine(), "bandwidth_bytes_per_s": bandwidth}
+    result = {
+        "benchmark": "layer",
+        "command": command_line("layer", arguments),
+        "machine": describe_machine(),
+        "bandwidth_bytes_per_s": bandwidth,
+    }
     result["rows"] = [asdict(row) for row in rows]
     options.out.mkdir(parents=True, exist_ok=True)
     line = json.dumps(result)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,11 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def command_line(benchmark: str, arguments: Sequence[str] | None) -> str:
+    """The command that runs `benchmark` with `arguments` (None: those of this process)."""
+    return shlex.join(["python", "-m", f"benchmarks.{benchmark}", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def _cpu_name() -> str:

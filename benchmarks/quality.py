@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_line, describe_machine
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
 from demos.smollm2 import load_model
@@ -104,7 +104,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=96, help="last positions compared (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="three settings only")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where JSON and plot go")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.command = command_line("quality", arguments)
+    return options
 
 
 def _row(text: str, setting: Setting, prefix: Prefix, result: Comparison, model: PreTrainedModel) -> Row:
@@ -139,6 +141,7 @@ def _report(rows: list[Row], options: argparse.Namespace, model: PreTrainedModel
         )
     result: dict[str, Any] = {
         "benchmark": "quality",
+        "command": options.command,
         "model": options.model or "SmolLM2-135M-Instruct (Q4_1 weights, float32 arithmetic)",
         "positions": options.positions,
         "machine": describe_machine(),

@@ -120,7 +120,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 def _source(result: Result) -> str:
     machine = result["machine"]
     return (
-        f"`python -m benchmarks.{result['benchmark']}` on {machine['cpu']}, {machine['threads']} threads, "
+        f"`{result['command']}` on {machine['cpu']}, {machine['threads']} threads, "
         f"{machine['simd']}, torch {machine['torch']}, transformers {machine['transformers']}."
     )
 

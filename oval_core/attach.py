@@ -68,6 +68,7 @@ class Handle:
         self._text_config = model.config.get_text_config(decoder=True)
         self._recorder = Recorder(config)
         self._router = make_router(config)
+        self._signature = inspect.signature(model.forward)
         self._configs = _decoder_configs(model)
         self._before: list[str] = []
         self._bound: list[nn.Module] = []
@@ -136,7 +137,7 @@ class Handle:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Page the cache that this forward pass is going to use."""
-        arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
         arguments = {**arguments, **arguments.get("kwargs", {})}
         _check_tokens(arguments)
         name = next((key for key in CACHE_ARGUMENTS if arguments.get(key) is not None), None)
@@ -149,7 +150,7 @@ class Handle:
             self._recorder.note(reason)
             return None
         if cache is None:
-            return _with_cache(model, args, kwargs, self._new_cache())
+            return _with_cache(list(self._signature.parameters), args, kwargs, self._new_cache())
         self._page(_self_attention(cache))
         return None
 
@@ -193,6 +194,11 @@ def _check_model(model: PreTrainedModel, config: OvalConfig) -> None:
         raise TypeError(f"config must be an OvalConfig, got {type(config).__name__}")
     if any(hasattr(module, BINDING) for module in model.modules()):
         raise RuntimeError(f"{type(model).__name__} is already attached; call handle.detach() first")
+    if any(config._attn_implementation == NAME for config in _decoder_configs(model)):
+        raise RuntimeError(
+            f"{type(model).__name__} shares its config object with a model that is attached; "
+            "build it from a copy of the config (copy.deepcopy) to attach both"
+        )
     text_config = model.config.get_text_config(decoder=True)
     takes_cache = bool({*inspect.signature(model.forward).parameters} & {*CACHE_ARGUMENTS})
     layers = DynamicCache(config=text_config).layers if takes_cache and model.can_generate() else []
@@ -212,9 +218,8 @@ def _check_tokens(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name} is empty: expected at least one token, got shape {list(tokens.shape)}")
 
 
-def _with_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache) -> Any:
+def _with_cache(parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache) -> Any:
     """The arguments of a forward pass that was given no cache, with `cache` in its place."""
-    parameters = [*inspect.signature(model.forward).parameters]
     name = next(key for key in CACHE_ARGUMENTS if key in parameters)
     at = parameters.index(name)
     if at < len(args):

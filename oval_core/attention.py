@@ -53,8 +53,8 @@ def oval_attention(
     reason = _unpageable(claimed, module, bounded, dropout, kwargs)
     binding.recorder.unpageable[oval_layer.layer_idx] = reason
     if reason is None:
-        oval_layer.attended(_visible(bounded, oval_layer))
-        reason = _reason_to_be_dense(oval_layer, query.shape[2])
+        oval_layer.attended(None if attention_mask is None else _visible(bounded, oval_layer))
+        reason = _reason_to_be_dense(oval_layer, query.shape[2]) or _mask_change(oval_layer, bounded)
     if reason is not None:
         binding.recorder.dense(oval_layer, query.shape[2], reason)
         dense_impl = binding.dense_impl
@@ -74,6 +74,8 @@ def _unpageable(
         return "keys are not the cached ones (latent attention)"
     if mask is not None and mask.dtype != torch.bool:
         return "additive attention mask"
+    if mask is not None and mask.shape[1] != 1:
+        return "an attention mask of its own for every head"
     return None
 
 
@@ -97,9 +99,22 @@ def _reason_to_be_dense(layer: OvalLayer, num_queries: int) -> str | None:
     return None
 
 
+def _mask_change(layer: OvalLayer, mask: Tensor | None) -> str | None:
+    """Tokens that an earlier mask hid are in no basis; a mask that shows them now needs them read."""
+    hidden = layer.store.visible
+    if hidden is None:
+        return None
+    shown = None if mask is None else mask[:, 0].any(1)
+    if shown is not None and not bool((shown & ~hidden[:, : shown.shape[1]]).any()):
+        return None
+    return "attention mask shows tokens that it hid before"
+
+
 def _bounded_mask(layer: OvalLayer, num_queries: int, mask: Tensor | None) -> Tensor | None:
     """The given mask; where rows differ in length or no mask says so, no query reads beyond its own position."""
     store = layer.store
+    if mask is not None:
+        mask = mask.expand(len(store.lengths), -1, -1, -1)
     implied = store.is_ragged or (mask is None and 1 < num_queries < store.num_tokens)
     if not implied or (mask is not None and mask.dtype != torch.bool):
         return mask

@@ -172,8 +172,8 @@ def leading_directions(deviation: Tensor, rank: int) -> Tensor:
     Returns: `[..., rank, D]`.
     """
     size = deviation.shape[-2]
-    token = torch.arange(size, device=deviation.device) + 0.5
-    wave = torch.arange(1, rank + 1, device=deviation.device)[:, None]
+    token = torch.arange(size, device=deviation.device, dtype=deviation.dtype) + 0.5
+    wave = torch.arange(1, rank + 1, device=deviation.device, dtype=deviation.dtype)[:, None]
     mixtures = torch.cos(math.pi / size * wave * token)  # start from smooth mixtures: one row could be an unlucky pick
     basis = _orthonormal_rows(mixtures @ deviation)
     for _ in range(SUBSPACE_ITERATIONS):
@@ -199,7 +199,7 @@ def _ridge(inputs: Tensor, targets: Tensor) -> Tensor:
     gram = inputs.mT @ inputs
     rank = gram.shape[-1]
     strength = (RIDGE / rank * gram.diagonal(dim1=-2, dim2=-1).sum(-1)).clamp_min(1e-12)
-    eye = torch.eye(rank, device=gram.device)
+    eye = torch.eye(rank, device=gram.device, dtype=gram.dtype)
     return torch.linalg.solve(gram + strength[..., None, None] * eye, inputs.mT @ targets)
 
 

@@ -35,8 +35,8 @@ def dense_attention(
         if mask is None:
             mask = _causal_mask(module, query, key, kwargs.get("is_causal"))
         return _eager(query, key, value, mask, scaling, dropout, softcap, sinks)
-    if dense_impl == "eager" or (mask is not None and "flash" in dense_impl):
-        dense_impl = "sdpa"  # a padded 4D mask cannot go to FlashAttention
+    if "flash" not in dense_impl or mask is not None:
+        dense_impl = "sdpa"  # the mask was made for it; a padded 4D mask cannot go to FlashAttention
     function = AttentionInterface()[dense_impl]
     out: Tensor = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
     return out

@@ -118,7 +118,7 @@ class OvalLayer(CacheLayerMixin):
 
     def attended(self, visible: Tensor | None) -> None:
         """The attention has seen the newest tokens; `visible` bool `[B, n]` tells which are real (None: all)."""
-        if visible is not None:
+        if visible is not None and not (self.store.visible is None and bool(visible.all())):
             self._skip_padding(visible)
             self.store.hide(visible)
         self._attended = self.store.lengths.copy()

@@ -38,6 +38,10 @@ class PageStore:
         self.visible: Tensor | None = None
         self.derived: dict[str, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts without what was derived from tensors that are not its own."""
+        return {**self.__dict__, "derived": {}}
+
     @property
     def num_tokens(self) -> int:
         """Tokens of the longest row."""

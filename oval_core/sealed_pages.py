@@ -53,6 +53,10 @@ class SealedPages:
         self.has_short_pages = False
         self._derived: tuple[list[int], dict[str, Any]] = ([], {})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts without what was derived from tensors that are not its own."""
+        return {**self.__dict__, "_derived": ([], {})}
+
     @property
     def counts(self) -> list[int]:
         """Sealed pages of each row."""
@@ -96,6 +100,10 @@ class SealedPages:
 
     @lasting
     def _summarise_new(self, store: PageStore, new: list[range]) -> None:
+        with torch.autocast(self.starts.device.type, enabled=False):  # bases are built in float32
+            self._summarise_rows(store, new)
+
+    def _summarise_rows(self, store: PageStore, new: list[range]) -> None:
         self._derived = ([], {})
         self._reserve()
         if self._rows_are_alike(new):

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from oval_core.memory import lasting
 from oval_core.routers.oracle import exact_log_mass
 
 if TYPE_CHECKING:
     from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
     from oval_core.routers import Pages, Selection
+
+
+_lasting_zeros = lasting(torch.zeros)
 
 
 @dataclass(frozen=True)
@@ -113,33 +117,35 @@ class Recorder:
         self._metadata_bytes += metadata
         self._bytes_read += metadata + heads * token_bytes * sum(table.open_tokens for table in layer.tables)
         self._bytes_dense += heads * token_bytes * sum(layer.store.lengths)
-        self._page_bytes_read += token_bytes * tokens
+        self._page_bytes_read = self._page_bytes_read + token_bytes * tokens
         self._pages = max(self._pages, max(counts) + 1)
-        self._selected += pages
+        self._selected = self._selected + pages
         self._selections += heads * len(counts)
         self._mark(layer, selection, counts)
         if self.samples or self.trace is not None:
-            self._look_closer(view(), selection, query)
+            self._look_closer(layer, selection, query, view)
 
     def _mark(self, layer: OvalLayer, selection: Selection, counts: list[int]) -> None:
         """Remember which pages were ever read; the last column takes what does not count."""
         shape = (*selection.pages.shape[:2], layer.pages.basis.capacity_pages + 1)
         marks = self._ever_read.get(layer.layer_idx)
         if marks is None or marks.shape != shape:
-            grown = torch.zeros(shape, dtype=torch.bool, device=selection.pages.device)
+            grown = _lasting_zeros(shape, dtype=torch.bool, device=selection.pages.device)
             if marks is not None and marks.shape[:2] == shape[:2]:
                 grown[..., : marks.shape[2] - 1] = marks[..., :-1]
             self._ever_read[layer.layer_idx] = marks = grown
         marks.scatter_(-1, selection.pages.masked_fill(~selection.valid, shape[2] - 1), True)
         self._sealed[layer.layer_idx] = counts
 
-    def _look_closer(self, pages: Pages, selection: Selection, query: Tensor) -> None:
+    def _look_closer(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
         """Measure the hit rate, keep the selection: what is too costly for every step."""
-        read = _read_pages(selection, pages)
+        shape = (*selection.pages.shape[:2], layer.pages.num_pages)
+        read = torch.zeros(shape, dtype=torch.bool, device=selection.pages.device)
+        read.scatter_(-1, selection.pages, selection.valid)
         if self.samples:
-            self._hit_rates.append(_hit_rate(query, pages, read))
+            self._hit_rates.append(_hit_rate(query, view(), read))
         if self.trace is not None:
-            self.trace.append(TraceEntry(self.step, pages.layer_idx, read.cpu()))
+            self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu()))
 
     def report(self) -> dict[str, Any]:
         """The figures of section `handle.stats()` in the README; None where nothing was measured."""
@@ -163,21 +169,16 @@ class Recorder:
         }
 
 
-def _read_pages(selection: Selection, pages: Pages) -> Tensor:
-    """bool `[B, H, P]`."""
-    read = torch.zeros(pages.basis.tokens.shape, dtype=torch.bool, device=selection.pages.device)
-    return read.scatter_(-1, selection.pages, selection.valid)
-
-
 def _amount(layer: OvalLayer, selection: Selection) -> tuple[Tensor | int, Tensor | int]:
     """Pages and tokens of a selection; on an accelerator still there, so that nobody waits for it."""
     is_cpu = selection.valid.device.type == "cpu"
     if layer.pages.has_short_pages:
         lengths = layer.pages.lengths[:, None].expand(*selection.pages.shape[:2], -1)
         tokens = (selection.valid * lengths.gather(-1, selection.pages)).sum()
-        return selection.valid.sum(), int(tokens) if is_cpu else tokens
-    pages = int(selection.valid.sum()) if is_cpu else selection.valid.sum()
-    return pages, pages * layer.config.page_size
+        pages = selection.valid.sum()
+        return (int(pages), int(tokens)) if is_cpu else (pages, tokens)
+    count = int(selection.valid.sum()) if is_cpu else selection.valid.sum()
+    return count, count * layer.config.page_size
 
 
 def _share_read(marks: Tensor, counts: list[int]) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SLACK = 4.0
-DENSE = 1e-5  # design.md section 5: float32, budget >= context equals dense
+DENSE = 1e-5  # float32, budget >= context equals dense
 INT8_STEP = 0.5 / 127  # rounding to int8 moves an entry by at most this share of the vector's largest entry
 
 
@@ -25,5 +25,5 @@ def assert_as_accurate_as(formula: Callable[..., Tensor], inputs: tuple[Tensor, 
 
 
 def assert_dense(got: Tensor, expected: Tensor) -> None:
-    """Equal within the contract of design.md."""
+    """Equal within `DENSE`."""
     torch.testing.assert_close(got, expected, rtol=DENSE, atol=DENSE)

@@ -6,6 +6,7 @@ Tier functions on their own (for other routers) are those of the reference.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ _settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 _STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 MESSAGE_AFTER_S = 2.0
+_PROCESS = os.getpid()  # GNU OpenMP ends a process that was forked from one that had used it
 
 
 def unsupported(
@@ -38,9 +40,13 @@ def unsupported(
     """Why the fused cascade cannot serve this call, or None. `mask` is bool `[B, 1, Q, T]`."""
     if query.requires_grad:
         return "gradients"
-    dtype = layer.store.storage[0].dtype
-    if dtype not in _STORED_AS:
-        return f"{dtype} cache"
+    if os.getpid() != _PROCESS:
+        return "forked process"
+    keys, values = layer.store.storage
+    if keys.device.type != "cpu":
+        return f"{keys.device.type} cache"
+    if keys.dtype not in _STORED_AS or values.dtype != keys.dtype:
+        return f"{keys.dtype} cache" if values.dtype == keys.dtype else "keys and values of different dtypes"
     if softcap is not None:
         return "softcap"
     if sinks is not None:
@@ -63,7 +69,7 @@ def cascade(
     """
     batch, heads, group, queries, dim = query.shape
     tokens, table, bases = _tokens(layer), _table(layer), _bases(layer)
-    rows = query.reshape(batch, heads, group * queries, dim).numpy()
+    rows = query.reshape(batch, heads, group * queries, dim).contiguous().numpy()
     out = np.empty((batch, heads, group * queries, tokens.values.shape[3]), np.float32)
     picked = np.zeros((batch, heads, int(table.budget.max())), np.int64)
     valid = np.zeros(picked.shape, np.bool_)
@@ -100,7 +106,7 @@ def warm_up(dtype: torch.dtype) -> None:
     notice = threading.Timer(MESSAGE_AFTER_S, lambda: print(_COMPILING, file=sys.stderr, flush=True))
     notice.start()
     try:
-        cascade(torch.zeros(1, 1, 1, 1, 8), layer, None, 1.0, True)
+        cascade(torch.zeros(1, 1, 1, 1, 8, dtype=torch.float32), layer, None, 1.0, True)
     finally:
         notice.cancel()
 
@@ -137,12 +143,13 @@ def _table(layer: OvalLayer) -> loops.Table:
             np.array(counts),
             np.array([config.budget_for(count) - 1 for count in counts]),
             np.array([config.shortlist_for(count) for count in counts]),
-            np.array([table.sealed_end for table in layer.tables]),
             layer.pages.mean_value_norm.numpy(),
-            np.array(layer.store.lengths),
+            sealed_end=None,
+            ends=None,
         )
-    table: loops.Table = derived["cpu_table"]
-    return table._replace(ends=np.array(layer.store.lengths))
+    known: loops.Table = derived["cpu_table"]
+    sealed_end = np.array([table.sealed_end for table in layer.tables])
+    return known._replace(sealed_end=sealed_end, ends=np.array(layer.store.lengths))
 
 
 def _tail_mask(layer: OvalLayer, table: loops.Table, mask: Tensor | None, group: int, queries: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from numba.extending import overload
 
 NOTHING = np.float32(-1e30)  # stands for -inf, which fast-math arithmetic does not know
 FORCED = np.float32(1e30)
+BLOCK = 4  # tokens whose keys and values are read together
 
 
 class Bases(NamedTuple):
@@ -52,8 +53,8 @@ class Table(NamedTuple):
     counts: Any
     budget: Any
     shortlist: Any
-    sealed_end: Any
     value_norm: Any
+    sealed_end: Any
     ends: Any
 
 
@@ -288,31 +289,61 @@ def _token_list(b, tokens, table, pages, part, parts, listed):
 
 
 @njit(fastmath=True)
-def _read(query, b, h, tokens, sealed_end, scaling, listed, out, most, mass):
-    """Exact attention over the listed tokens: `out [R, D_v]` not yet divided by `mass [R]`, logits minus `most [R]`."""
-    rows = query.rows[b, h]
-    key, value = np.empty(rows.shape[1], np.float32), np.empty(out.shape[1], np.float32)
-    near, logits = np.empty((1, rows.shape[0]), np.float32), np.empty((rows.shape[0], listed.shape[0]), np.float32)
-    for i in range(listed.shape[0]):
-        t = listed[i]
-        for d in range(key.shape[0]):
-            key[d] = _float32(tokens.keys[b, h, t, d])
-        _dots(rows, key, near, 0)
-        for r in range(rows.shape[0]):
-            readable = t < sealed_end or query.tail_mask[b, r, t - sealed_end]
-            logits[r, i] = scaling * near[0, r] if readable else NOTHING
-    for r in range(rows.shape[0]):
-        most[r] = _most(logits[r], listed.shape[0])
+def _read(query, b, h, tokens, sealed_end, scaling, listed, found, out, most, mass):
+    """Exact attention over the `found` tokens listed (with room for BLOCK more).
+
+    `out [R, D_v]` is not yet divided by `mass [R]`; logits are taken minus `most [R]`.
+    """
+    rows = query.rows[b, h].shape[0]
+    padded = (found + BLOCK - 1) // BLOCK * BLOCK
+    listed[found:padded] = listed[0]
+    logits = np.empty((rows, padded), np.float32)
+    _read_keys(query.rows, tokens.keys, b, h, scaling, listed, padded, logits)
+    for r in range(rows):
+        for i in range(found):
+            if listed[i] >= sealed_end and not query.tail_mask[b, r, listed[i] - sealed_end]:
+                logits[r, i] = NOTHING
+        for i in range(found, padded):
+            logits[r, i] = NOTHING
+        most[r] = _most(logits[r], padded)
         if most[r] > NOTHING:
-            mass[r] = _exp_all(logits[r], listed.shape[0], most[r])
+            mass[r] = _exp_all(logits[r], padded, most[r])
         else:
             logits[r] = 0
-    for i in range(listed.shape[0]):
-        for d in range(value.shape[0]):
-            value[d] = _float32(tokens.values[b, h, listed[i], d])
-        for r in range(rows.shape[0]):
-            for d in range(value.shape[0]):
-                out[r, d] += logits[r, i] * value[d]
+    _read_values(tokens.values, b, h, listed, padded, logits, out)
+
+
+@njit(fastmath=True)
+def _read_keys(rows, keys, b, h, scaling, listed, count, logits):
+    """`logits[r, i] = s rows[r] . keys[listed[i]]`, BLOCK tokens at a time so that the query is loaded once for all."""
+    for i in range(0, count, BLOCK):
+        t, u, v, w = listed[i], listed[i + 1], listed[i + 2], listed[i + 3]
+        for r in range(logits.shape[0]):
+            x, y, z, a = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for d in range(rows.shape[3]):
+                q = rows[b, h, r, d]
+                x += q * _float32(keys[b, h, t, d])
+                y += q * _float32(keys[b, h, u, d])
+                z += q * _float32(keys[b, h, v, d])
+                a += q * _float32(keys[b, h, w, d])
+            logits[r, i], logits[r, i + 1] = scaling * x, scaling * y
+            logits[r, i + 2], logits[r, i + 3] = scaling * z, scaling * a
+
+
+@njit(fastmath=True)
+def _read_values(values, b, h, listed, count, weights, out):
+    """`out[r] += sum of weights[r, i] values[listed[i]]`, BLOCK tokens at a time: `out` is stored once for all."""
+    for i in range(0, count, BLOCK):
+        t, u, v, w = listed[i], listed[i + 1], listed[i + 2], listed[i + 3]
+        for r in range(weights.shape[0]):
+            x, y, z, a = weights[r, i], weights[r, i + 1], weights[r, i + 2], weights[r, i + 3]
+            for d in range(out.shape[1]):
+                out[r, d] += (
+                    x * _float32(values[b, h, t, d])
+                    + y * _float32(values[b, h, u, d])
+                    + z * _float32(values[b, h, v, d])
+                    + a * _float32(values[b, h, w, d])
+                )
 
 
 @njit(fastmath=True)
@@ -405,9 +436,9 @@ def _finish(b, h, part, parts, query, tokens, table, bases, choices, short, sums
         valid[b, h, :count] = True
     out, most, mass = sums.out[b, h, part], sums.most[b, h, part], sums.mass[b, h, part]
     room = (count // parts + 1) * bases.coefficients.shape[4] + table.ends[b] - table.sealed_end[b]
-    positions = np.empty(room, np.int64)
+    positions = np.empty(room + BLOCK, np.int64)
     found = _token_list(b, tokens, table, chosen[:count], part, parts, positions)
-    _read(query, b, h, tokens, table.sealed_end[b], choices.scaling, positions[:found], out, most, mass)
+    _read(query, b, h, tokens, table.sealed_end[b], choices.scaling, positions, found, out, most, mass)
     if choices.tail:
         first, last = length * part // parts, length * (part + 1) // parts
         lse, moved = lse[:, first:last], short.moved[b, h, :, first:last]

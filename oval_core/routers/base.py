@@ -82,9 +82,9 @@ class Pages:
         Returns: pages, int64 `[B, H, most]`, and which of them count, bool of that shape.
         """
         scores = scores.masked_fill(self.forced(), torch.inf).masked_fill(~self.present(), -torch.inf)
-        best = scores.topk(most, dim=-1)
+        values, indices = scores.sort(dim=-1, descending=True, stable=True)  # the earlier page wins a tie
         rank = torch.arange(most, device=scores.device)
-        return best.indices, (rank < wanted[:, None, None]) & (best.values > -torch.inf)
+        return indices[..., :most], (rank < wanted[:, None, None]) & (values[..., :most] > -torch.inf)
 
 
 class Selection(NamedTuple):
@@ -121,7 +121,14 @@ class Router:
 
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """Choose pages; the default takes the best scores and drops the rest. `query` as in `score`."""
-        chosen, valid = pages.top(pages.weights(self.score(query, pages)), pages.budget, pages.most[0])
+        scores = self.score(query, pages)
+        expected = (*query.shape[:4], len(pages.index))
+        if not isinstance(scores, Tensor) or scores.shape != expected:
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"{type(self).__name__}.score must return [B, H, G, Q, P] = {expected}, got {got}")
+        if bool(scores.isnan().any()):
+            raise ValueError(f"{type(self).__name__}.score returned NaN")
+        chosen, valid = pages.top(pages.weights(scores), pages.budget, pages.most[0])
         return Selection(chosen, valid)
 
     def page_features(self, keys: Tensor, mask: Tensor) -> Tensor | None:

@@ -56,7 +56,7 @@ def test_the_readme_is_rewritten_between_its_markers(tmp_path: Path) -> None:
     machine = {"cpu": "C", "threads": 2, "simd": "S", "torch": "1", "transformers": "2"}
     row = {"shape": "X", "dtype": "float32", "context": 8192, "sdpa_ms": 2, "oval_ms": 1, "floor_ms": 0.5}
     row |= {"vs_sdpa": 2, "vs_floor": 2}
-    result = {"benchmark": "layer", "machine": machine, "bandwidth_bytes_per_s": 1e10, "rows": [row]}
+    result = {"command": "python -m benchmarks.layer", "machine": machine, "bandwidth_bytes_per_s": 1e10, "rows": [row]}
     (tmp_path / "layer.json").write_text(json.dumps(result))
     readme.main(["--results", str(tmp_path), "--readme", str(page)])
     text = page.read_text()

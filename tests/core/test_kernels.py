@@ -1,4 +1,4 @@
-"""The reference kernels against torch's attention and against the formulas of design.md, written out."""
+"""The reference kernels against torch's attention and against their formulas, written out."""
 
 from functools import partial
 
