@@ -41,10 +41,8 @@ def test_reading_every_page_gives_the_models_own_text(loaded: tuple[Any, Tensor]
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_a_few_pages_are_enough(loaded: tuple[Any, Tensor], prefix: Prefix, impl: str) -> None:
-    """A quarter of the pages: close to dense, and much closer than a router without an estimated tail."""
-    basis = compare(loaded[0], prefix, OvalConfig(budget_pages=32, impl=impl), lambda tokens: None)
-    box = compare(loaded[0], prefix, OvalConfig(budget_pages=32, router="box"), lambda tokens: None)
-    assert basis.kl < 0.02
+    """12 of 128 pages: close to dense, and much closer than the same number of pages without an estimated tail."""
+    basis = compare(loaded[0], prefix, OvalConfig(budget_pages=12, impl=impl), lambda tokens: None)
+    box = compare(loaded[0], prefix, OvalConfig(budget_pages=12, router="box"), lambda tokens: None)
+    assert basis.kl < 0.05
     assert basis.kl < 0.7 * box.kl
-    assert basis.top1 >= 0.9
-    assert basis.stats["route_hit_rate"] > 0.8
