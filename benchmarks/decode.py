@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
 from benchmarks.alternating import WARM_UP_ROUNDS, median_ms, speedup, time_in_turns
-from benchmarks.machine import command_line, describe_machine
+from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from demos.smollm2 import load_model
 from demos.texts import load_text
@@ -67,10 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         "model": options.model or "SmolLM2-135M-Instruct",
     }
     result |= {"config": asdict(OvalConfig()), "rows": [asdict(row) for row in rows], **extra}
-    options.out.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(result)
-    (options.out / "decode.json").write_text(line + "\n")
-    print(line)
+    publish(result, options.out)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

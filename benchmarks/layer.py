@@ -7,7 +7,6 @@ here. Figures are medians of alternated calls; the tiers are timed one by one.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.alternating import median_ms, speedup, time_in_turns
-from benchmarks.machine import command_line, describe_machine
+from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from oval_core import OvalConfig, kernels
 from oval_core.attention import paged_attention
@@ -64,10 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         "bandwidth_bytes_per_s": bandwidth,
     }
     result["rows"] = [asdict(row) for row in rows]
-    options.out.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(result)
-    (options.out / "layer.json").write_text(line + "\n")
-    print(line)
+    publish(result, options.out)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -31,6 +32,14 @@ def describe_machine() -> dict[str, Any]:
 def command_line(benchmark: str, arguments: Sequence[str] | None) -> str:
     """The command that runs `benchmark` with `arguments` (None: those of this process)."""
     return shlex.join(["python", "-m", f"benchmarks.{benchmark}", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def publish(result: dict[str, Any], out: Path) -> None:
+    """Write `result` to `out/<benchmark>.json` and print it as the last line."""
+    out.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(result)
+    (out / f"{result['benchmark']}.json").write_text(line + "\n")
+    print(line)
 
 
 def _cpu_name() -> str:

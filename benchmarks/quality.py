@@ -9,7 +9,6 @@ inside every budget.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.machine import command_line, describe_machine
+from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
 from demos.smollm2 import load_model
@@ -149,9 +148,7 @@ def _report(rows: list[Row], options: argparse.Namespace, model: PreTrainedModel
     }
     options.out.mkdir(parents=True, exist_ok=True)
     plot_quality(result["rows"], options.out / "quality.png")
-    line = json.dumps(result)
-    (options.out / "quality.json").write_text(line + "\n")
-    print(line)
+    publish(result, options.out)
 
 
 if __name__ == "__main__":
