@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": describe_machine(),
         "model": options.model or "SmolLM2-135M-Instruct",
     }
-    result |= {"config": asdict(OvalConfig()), "rows": [asdict(row) for row in rows], **extra}
+    result |= {"config": asdict(OvalConfig().for_device(model.device)), "rows": [asdict(row) for row in rows], **extra}
     publish(result, options.out)
 
 

@@ -24,7 +24,6 @@ from oval_core import OvalConfig, kernels
 from oval_core.attention import paged_attention
 from oval_core.binding import Binding
 from oval_core.layer import OvalLayer
-from oval_core.routers import make_router
 from oval_core.stats import Recorder
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-3.1-8B": (32, 8, 128)}  # query heads, KV heads, head dimension
@@ -109,7 +108,7 @@ def _measure(shape: str, dtype: str, context: int, calls: int, bandwidth: float)
 
 def random_layer(config: OvalConfig, kv_heads: int, dim: int, context: int, dtype: torch.dtype) -> OvalLayer:
     """A layer of one row whose keys come in clusters, as those of neighbouring tokens do."""
-    layer = OvalLayer(config, make_router(config), 0)
+    layer = OvalLayer(config, None, 0)
     for tokens in (context - 1, 1):
         centres = torch.randn(1, kv_heads, tokens // 16 + 1, dim).repeat_interleave(16, 2)[:, :, :tokens]
         keys: Tensor = centres + torch.randn(1, kv_heads, tokens, dim)

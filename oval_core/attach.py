@@ -45,7 +45,7 @@ def attach(model: PreTrainedModel, config: OvalConfig | None = None) -> Handle:
     """
     config = config or OvalConfig()
     _check_model(model, config)
-    handle = Handle(model, config)
+    handle = Handle(model, config.for_device(model.device))
     try:
         handle._install()
     except BaseException:
@@ -58,7 +58,8 @@ class Handle:
     """An attached model; made by `attach`. Leaving it as a context manager detaches.
 
     Attributes:
-        model, config: as given to `attach`.
+        model: as given to `attach`.
+        config: as given to `attach`, with a router and a budget in place of "auto" and None.
         impl: the kernel implementation that `config.impl` resolved to.
     """
 

@@ -17,7 +17,6 @@ from oval_core.dense import dense_attention
 from oval_core.layer import OvalLayer
 from oval_core.page_view import tokens_to_read, view_pages
 from oval_core.routers import Pages, Selection
-from oval_core.routers.basis import BasisRouter
 
 
 def oval_attention(
@@ -156,10 +155,10 @@ def paged_attention(
     Returns: `[B, Q, heads, D_v]` in the dtype of `query`.
     """
     grouped = _grouped(query, layer.store.storage[0].shape[1]).float()
-    view, router = partial(view_pages, binding, layer, grouped, mask, scaling, softcap), layer.router
-    if type(router) is BasisRouter and _is_fused(binding, grouped, layer, mask, softcap, s_aux):
+    view = partial(view_pages, binding, layer, grouped, mask, scaling, softcap)
+    if _is_fused(binding, grouped, layer, mask, softcap, s_aux):
         with binding.recorder.timed(query.device):
-            out, selection = binding.kernels.cascade(grouped, layer, mask, scaling, router.estimate_tail)
+            out, selection = binding.kernels.cascade(grouped, layer, mask, scaling)
     else:
         out, selection = _tier_by_tier(binding, layer, grouped, view(), mask, s_aux)
     binding.recorder.paged(layer, selection, grouped, view)
@@ -174,8 +173,8 @@ def _is_fused(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> bool:
-    """Whether the implementation does the basis router's whole cascade in one call, and can do this one."""
-    if not hasattr(binding.kernels, "cascade"):
+    """Whether the implementation does the router's whole cascade in one call, and can do this one."""
+    if type(layer.router) not in getattr(binding.kernels, "FUSED_ROUTERS", ()):
         return False
     reason = binding.kernels.unsupported(query, layer, mask, softcap, sinks)
     if reason is not None:

@@ -11,7 +11,7 @@ For a sealed page with keys K [S, D] and values V [S, D_v], in this order, each 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class PageBasis:
     def empty(
         batch: int, heads: int, page_size: int, rank: int, dims: tuple[int, int], device: torch.device
     ) -> PageBasis:
-        """No pages at all. `dims` are the key and value head dimensions."""
+        """No pages at all. `dims` are the key and value head dimensions; rank 0 keeps nothing of the values."""
         at = (batch, heads, 0)
 
         def int8(*shape: int) -> Tensor:
@@ -60,7 +60,7 @@ class PageBasis:
         def float32(*shape: int) -> Tensor:
             return torch.empty(*at, *shape, dtype=torch.float32, device=device)
 
-        key_dim, value_dim = dims
+        key_dim, value_dim = dims[0], dims[1] if rank else 0
         return PageBasis(
             centroid=int8(key_dim), centroid_scale=float32(),
             radius=int8(key_dim), radius_scale=float32(),
@@ -126,23 +126,40 @@ class PageBasis:
 COARSE_FIELDS = ("centroid", "centroid_scale", "radius", "radius_scale", "tokens")
 
 
-def build_basis(keys: Tensor, values: Tensor, mask: Tensor, rank: int) -> PageBasis:
+def build_basis(keys: Tensor, values: Tensor, mask: Tensor | None, rank: int) -> PageBasis:
     """Summarise pages.
 
     Args:
         keys, values: `[B, H, P, S, D]` and `[B, H, P, S, D_v]`, any float dtype.
-        mask: bool, broadcasts to `[B, H, P, S]`, True for tokens that may be read; others have no influence.
-        rank: directions a page.
+        mask: bool, broadcasts to `[B, H, P, S]`, True for tokens that may be read, others have no influence; None: all.
+        rank: directions a page; 0: the coarse part alone.
 
-    Returns: bases of P pages.
+    Returns: bases of P pages; with rank 0 the other fields hold no page.
     """
-    keys, values, real = _real_tokens_first(keys.float(), values.float(), mask)
-    tokens = real.sum(-2)  # [B, H, P, 1]
-    weight = real / tokens.clamp_min(1)[..., None, :]  # [B, H, P, S, 1]
-
+    keys, values = keys.float(), values.float()
+    if mask is None:
+        real = keys.new_ones(keys.shape[3], 1)
+    else:
+        keys, values, real = _real_tokens_first(keys, values, mask)
+    tokens = real.sum(-2).squeeze(-1).int()  # [B, H, P], or a scalar
+    weight = real / tokens.clamp_min(1)[..., None, None]  # [..., S, 1]
     centroid, centroid_scale, mu = _int8((keys * weight).sum(-2))
     deviation = (keys - mu[..., None, :]) * real
     radius, radius_scale, _ = _int8((deviation.abs() * weight).sum(-2))
+
+    built = {
+        "centroid": centroid, "centroid_scale": centroid_scale, "radius": radius, "radius_scale": radius_scale,
+        "value_norm": (values.norm(dim=-1) * real.squeeze(-1)).sum(-1), "tokens": tokens.expand(keys.shape[:3]),
+    }  # fmt: skip
+    if rank:
+        built |= _approximation(deviation, values, real, weight, rank)
+    batch, heads, _, size, dim = keys.shape
+    nothing = PageBasis.empty(batch, heads, size, rank, (dim, values.shape[-1]), keys.device)
+    return replace(nothing, **built)
+
+
+def _approximation(deviation: Tensor, values: Tensor, real: Tensor, weight: Tensor, rank: int) -> dict[str, Tensor]:
+    """What tiers 2 and 3 read. `deviation [B, H, P, S, D]` from the centroid; `real`, `weight` `[..., S, 1]`."""
     directions, directions_scale, b = _int8(leading_directions(deviation, rank))
     coefficients, coefficients_scale, c_t = _int8(b @ deviation.mT)
     c = c_t.mT  # [B, H, P, S, r]
@@ -153,13 +170,14 @@ def build_basis(keys: Tensor, values: Tensor, mask: Tensor, rank: int) -> PageBa
     value_offset, value_offset_scale, v0 = _int8((mean_v - mean_c @ w).squeeze(-2))
 
     per_token = weight.squeeze(-1)
-    key_error = ((deviation - c @ b).norm(dim=-1) * per_token).sum(-1)
-    value_error = ((values - v0[..., None, :] - c @ w).norm(dim=-1) * per_token).sum(-1)
-    return PageBasis(
-        centroid, centroid_scale, radius, radius_scale, directions, directions_scale,
-        coefficients, coefficients_scale, regression, regression_scale, value_offset, value_offset_scale,
-        key_error, value_error, (values.norm(dim=-1) * real.squeeze(-1)).sum(-1), tokens.squeeze(-1).int(),
-    )  # fmt: skip
+    return {
+        "directions": directions, "directions_scale": directions_scale,
+        "coefficients": coefficients, "coefficients_scale": coefficients_scale,
+        "regression": regression, "regression_scale": regression_scale,
+        "value_offset": value_offset, "value_offset_scale": value_offset_scale,
+        "key_error": ((deviation - c @ b).norm(dim=-1) * per_token).sum(-1),
+        "value_error": ((values - v0[..., None, :] - c @ w).norm(dim=-1) * per_token).sum(-1),
+    }  # fmt: skip
 
 
 def leading_directions(deviation: Tensor, rank: int) -> Tensor:

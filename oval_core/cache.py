@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from oval_core.config import OvalConfig
+from oval_core.config import AUTO, OvalConfig
 from oval_core.layer import OvalLayer
 from oval_core.routers import Router, make_router
 
@@ -48,7 +48,8 @@ class OvalCache(DynamicCache):
 
 def page_layers(cache: DynamicCache, config: OvalConfig, router: Router | None = None) -> None:
     """Replace the full-attention layers of `cache` by paged ones, in place; tokens that they hold are taken over."""
-    router = router or make_router(config)
+    if router is None and config.router != AUTO:
+        router = make_router(config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer:
             continue

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from oval_core.routers import Router
 
-DEFAULT_BUDGET_PAGES = 48
+AUTO = "auto"
+ROUTER_OF_DEVICE = {"cpu": "box"}  # measured: README, "How well it works"; every other device: basis
+BUDGET_PAGES, BASIS_BUDGET_PAGES = 96, 48  # the basis router estimates what it does not read
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 TAIL_ESTIMATES = ("shortlist", "none")
 
@@ -20,7 +24,8 @@ class OvalConfig:
 
     Args:
         page_size: tokens a page, a power of two from 8 to 256.
-        budget_pages: pages per KV head read exactly at a step; sinks, window and open page included. Default 48.
+        budget_pages: pages per KV head read exactly at a step; sinks, window and open page included. None: 48 with
+            the `basis` router, 96 with any other.
         budget_ratio: the same as a share of the pages in the cache, in (0, 1]; excludes `budget_pages`.
         sink_pages: pages at the start that are always read exactly.
         window_pages: sealed pages at the end that are always read exactly; the open page comes on top.
@@ -31,7 +36,8 @@ class OvalConfig:
         max_sparse_query_tokens: longer query chunks are dense; in a chunk all queries share one selection.
         min_context_tokens: contexts below this are dense.
         always_paged: take the paged path even when the budget covers every page, to test paging itself.
-        router: name of a router (`oval_core.routers.ROUTERS`) or a `Router` of your own.
+        router: name of a router (`oval_core.routers.ROUTERS`), a `Router` of your own, or "auto": `box` on a CPU, where
+            reading more pages is quicker than evaluating bases, `basis` elsewhere.
         impl: "auto" or the name of a kernel implementation (`oval_core.kernels.IMPLEMENTATIONS`).
         stats_every: measure the hit rate every n-th decoding step (it costs a dense read); 0: never.
         seed: of the `random` router.
@@ -52,7 +58,7 @@ class OvalConfig:
     max_sparse_query_tokens: int = 64
     min_context_tokens: int = 0
     always_paged: bool = False
-    router: str | Router = "basis"
+    router: str | Router = AUTO
     impl: str = "auto"
     stats_every: int = 64
     seed: int = 0
@@ -80,18 +86,32 @@ class OvalConfig:
         if self.budget_ratio is not None:
             _check("budget_ratio", self.budget_ratio, float, lambda v: 0 < v <= 1, "a number in (0, 1]")
             return
-        if self.budget_pages is None:
-            object.__setattr__(self, "budget_pages", DEFAULT_BUDGET_PAGES)
+        if self.budget_pages is None and self.router != AUTO:
+            object.__setattr__(self, "budget_pages", self._default_budget)
+        budget = self._default_budget if self.budget_pages is None else self.budget_pages
         least = self.least_pages if isinstance(self.sink_pages, int) and isinstance(self.window_pages, int) else 1
         expected = f"an integer >= {least} (sink_pages + window_pages + the open page)"
-        _check("budget_pages", self.budget_pages, int, lambda v: v >= least, expected)
+        _check("budget_pages", budget, int, lambda v: v >= least, expected)
 
     def _check_names(self) -> None:
         from oval_core.kernels import check_implementation
         from oval_core.routers import check_router
 
-        check_router(self.router)
+        if self.router != AUTO:
+            check_router(self.router)
         check_implementation(self.impl)
+
+    def for_device(self, device: torch.device) -> OvalConfig:
+        """This config with a router and a budget in place of what "auto" and None stand for on `device`."""
+        if self.router != AUTO:
+            return self
+        return replace(self, router=ROUTER_OF_DEVICE.get(device.type, "basis"))
+
+    @property
+    def _default_budget(self) -> int:
+        """Of the router; of "auto" the smaller one, which has to be large enough on any device."""
+        name = self.router if isinstance(self.router, str) else getattr(self.router, "name", "")
+        return BASIS_BUDGET_PAGES if name in ("basis", AUTO) else BUDGET_PAGES
 
     @property
     def least_pages(self) -> int:
@@ -99,7 +119,12 @@ class OvalConfig:
         return self.sink_pages + self.window_pages + 1
 
     def budget_for(self, num_pages: int) -> int:
-        """Pages read exactly out of `num_pages` sealed pages and the open one, which is included."""
+        """Pages read exactly out of `num_pages` sealed pages and the open one, which is included.
+
+        Raises ValueError while router and budget are left to the device, see `for_device`.
+        """
+        if self.budget_pages is None and self.budget_ratio is None:
+            raise ValueError("budget_pages depends on the device: ask config.for_device(device)")
         wanted = self.budget_pages if self.budget_ratio is None else round(self.budget_ratio * (num_pages + 1))
         return min(max(wanted or 0, self.least_pages), num_pages + 1)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
-from oval_core.config import OvalConfig
+from oval_core.config import AUTO, OvalConfig
 from oval_core.memory import lasting
 from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
-from oval_core.routers import Router
+from oval_core.routers import Router, make_router
 from oval_core.sealed_pages import SealedPages
 
 logger = logging.get_logger(__name__)
@@ -28,7 +28,7 @@ class OvalLayer(CacheLayerMixin):
 
     Args:
         config: how to page.
-        router: the router whose page features are stored beside the bases.
+        router: the router whose page features are stored beside the bases; None: the one that `config` asks for.
         layer_idx: position in the cache.
 
     Attributes:
@@ -38,8 +38,10 @@ class OvalLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, config: OvalConfig, router: Router, layer_idx: int) -> None:
-        self.config, self.router, self.layer_idx = config, router, layer_idx
+    def __init__(self, config: OvalConfig, router: Router | None, layer_idx: int) -> None:
+        if router is None and config.router != AUTO:
+            router = make_router(config)
+        self.config, self._router, self.layer_idx = config, router, layer_idx
         self.reset()
 
     def reset(self) -> None:
@@ -53,10 +55,19 @@ class OvalLayer(CacheLayerMixin):
     @lasting
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for `[B, H, n, D]` keys and `[B, H, n, D_v]` values. Raises ValueError if rank exceeds D."""
+        self.config = self.config.for_device(key_states.device)
+        self._router = self._router or make_router(self.config)
         self._pages = SealedPages(self.config, self.router, key_states, value_states)
         self._store = PageStore(key_states, value_states)
         self._attended = [0] * key_states.shape[0]
         self.is_initialized = True
+
+    @property
+    def router(self) -> Router:
+        """The router. Raises RuntimeError before the first `update` if the device decides which."""
+        if self._router is None:
+            raise RuntimeError("the cache layer is empty: which router 'auto' is depends on the device of the tokens")
+        return self._router
 
     @property
     def store(self) -> PageStore:

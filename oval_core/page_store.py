@@ -69,7 +69,8 @@ class PageStore:
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All tokens, without a copy: `[B, H, num_tokens, D]` and `[B, H, num_tokens, D_v]`."""
-        return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens]
+        tokens = self.num_tokens
+        return self._keys.narrow(2, 0, tokens), self._values.narrow(2, 0, tokens)
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
@@ -92,11 +93,11 @@ class PageStore:
             raise ValueError(f"keys and values must have as many tokens, got {added} and {values.shape[2]}")
         if self.num_tokens + added > self.capacity_tokens:
             self._grow(self.num_tokens + added)
-        for row, length in self._row_slices():
-            self._keys[row, :, length : length + added].copy_(keys[row])
-            self._values[row, :, length : length + added].copy_(values[row])
+        for rows, length in self._row_slices():
+            self._keys[rows].narrow(2, length, added).copy_(keys[rows])
+            self._values[rows].narrow(2, length, added).copy_(values[rows])
             if self.visible is not None:
-                self.visible[row, length : length + added] = True
+                self.visible[rows, length : length + added] = True
         self.lengths = [length + added for length in self.lengths]
 
     @lasting

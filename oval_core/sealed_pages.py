@@ -43,10 +43,11 @@ class SealedPages:
         batch, heads, _, key_dim = keys.shape
         if config.rank > key_dim:
             raise ValueError(f"rank must be at most the head dimension {key_dim}, got {config.rank}")
-        self._page_size, self._rank, self._router = config.page_size, config.rank, router
+        self._page_size, self._router = config.page_size, router
+        self._rank = config.rank if router.needs_bases else 0
         self.tables = [PageTable(config.page_size) for _ in range(batch)]
         dims = (key_dim, values.shape[-1])
-        self.basis = PageBasis.empty(batch, heads, config.page_size, config.rank, dims, keys.device)
+        self.basis = PageBasis.empty(batch, heads, config.page_size, self._rank, dims, keys.device)
         self.starts = torch.zeros(batch, 0, dtype=torch.long, device=keys.device)
         self.lengths, self.tags = self.starts.clone(), self.starts.clone()
         self.features: Tensor | None = None
@@ -149,20 +150,22 @@ class SealedPages:
             self.features = features.new_zeros(*self.basis.tokens.shape, features.shape[-1])
         self.features[rows, :, pages.start : pages.stop] = features
 
-    def _tokens(self, store: PageStore, rows: slice, table: PageTable, pages: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values `[b, H, P, S, ...]` and mask `[b, 1, P, S]` of pages that lie one after the other."""
+    def _tokens(
+        self, store: PageStore, rows: slice, table: PageTable, pages: range
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values `[b, H, P, S, ...]` and mask `[b, 1, P, S]` or None of pages that lie one after the other."""
         size, sizes = self._page_size, table.lengths[pages.start : pages.stop]
         begin, stop = table.starts[pages.start], table.starts[pages.stop - 1] + sizes[-1]
-        lengths = torch.tensor(sizes, device=self.starts.device)
-        token = torch.arange(size, device=self.starts.device)
-        mask = (token < lengths[:, None])[None, None]
         keys, values = (tokens[rows, :, begin:stop] for tokens in store.dense())
         visible = None if store.visible is None else store.visible[rows, begin:stop]
         self.has_short_pages |= min(sizes) < size
         if min(sizes) == size:  # the usual case: a view is enough
             paged = (len(pages), size)
-            mask = mask if visible is None else visible.unflatten(1, paged)[:, None]
+            mask = None if visible is None else visible.unflatten(1, paged)[:, None]
             return keys.unflatten(2, paged), values.unflatten(2, paged), mask
+        lengths = torch.tensor(sizes, device=self.starts.device)
+        token = torch.arange(size, device=self.starts.device)
+        mask = (token < lengths[:, None])[None, None]
         index = (lengths.cumsum(0) - lengths)[:, None] + torch.minimum(token, lengths[:, None] - 1)
         mask = mask if visible is None else mask & visible[:, index][:, None]
         return keys[:, :, index], values[:, :, index], mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oval_core.memory import lasting
+from oval_core.pages_read import PagesRead
 from oval_core.routers.oracle import exact_log_mass
 
 if TYPE_CHECKING:
     from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
     from oval_core.routers import Pages, Selection
-
-
-_lasting_zeros = lasting(torch.zeros)
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,10 @@ class Recorder:
         self._noted: set[tuple[int, str]] = set()
         self._bytes_read = self._bytes_dense = self._metadata_bytes = 0
         self._pages = self._selections = 0
-        self._page_bytes_read: Tensor | int = 0
-        self._selected: Tensor | int = 0
         self._hit_rates: list[Tensor] = []
         self._route_s: list[float] = []
         self.unpageable: dict[int, str | None] = {}
-        self._ever_read: dict[int, Tensor] = {}
-        self._sealed: dict[int, list[int]] = {}
+        self._read: dict[tuple[int, int], PagesRead] = defaultdict(PagesRead)
 
     def next_step(self) -> None:
         """A forward pass begins."""
@@ -112,30 +106,15 @@ class Recorder:
         """A layer read `selection` for `query [B, H, G, Q, D]`; `view` gives the pages it was chosen from."""
         counts, heads, token_bytes = layer.pages.counts, query.shape[1], layer.store.token_bytes
         metadata = _metadata_bytes(layer)
-        pages, tokens = _amount(layer, selection)
         self.context_tokens = max(self.context_tokens, layer.store.num_tokens)
         self._metadata_bytes += metadata
         self._bytes_read += metadata + heads * token_bytes * sum(table.open_tokens for table in layer.tables)
         self._bytes_dense += heads * token_bytes * sum(layer.store.lengths)
-        self._page_bytes_read = self._page_bytes_read + token_bytes * tokens
         self._pages = max(self._pages, max(counts) + 1)
-        self._selected = self._selected + pages
         self._selections += heads * len(counts)
-        self._mark(layer, selection, counts)
+        self._read[layer.layer_idx, token_bytes].add(layer, selection)
         if self.samples or self.trace is not None:
             self._look_closer(layer, selection, query, view)
-
-    def _mark(self, layer: OvalLayer, selection: Selection, counts: list[int]) -> None:
-        """Remember which pages were ever read; the last column takes what does not count."""
-        shape = (*selection.pages.shape[:2], layer.pages.basis.capacity_pages + 1)
-        marks = self._ever_read.get(layer.layer_idx)
-        if marks is None or marks.shape != shape:
-            grown = _lasting_zeros(shape, dtype=torch.bool, device=selection.pages.device)
-            if marks is not None and marks.shape[:2] == shape[:2]:
-                grown[..., : marks.shape[2] - 1] = marks[..., :-1]
-            self._ever_read[layer.layer_idx] = marks = grown
-        marks.scatter_(-1, selection.pages.masked_fill(~selection.valid, shape[2] - 1), True)
-        self._sealed[layer.layer_idx] = counts
 
     def _look_closer(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
         """Measure the hit rate, keep the selection: what is too costly for every step."""
@@ -149,13 +128,14 @@ class Recorder:
 
     def report(self) -> dict[str, Any]:
         """The figures of section `handle.stats()` in the README; None where nothing was measured."""
-        used = [_share_read(marks, self._sealed[layer]) for layer, marks in self._ever_read.items()]
-        bytes_read = self._bytes_read + int(self._page_bytes_read)
+        selected = sum(read.num_pages for read in self._read.values())
+        page_bytes = sum(token_bytes * read.num_tokens for (_, token_bytes), read in self._read.items())
+        bytes_read = self._bytes_read + page_bytes
         return {
             "steps": self.step,
             "context_tokens": self.context_tokens,
             "pages": self._pages or None,
-            "pages_read_mean": int(self._selected) / self._selections + 1 if self._selections else None,
+            "pages_read_mean": selected / self._selections + 1 if self._selections else None,
             "bytes_read": bytes_read,
             "bytes_dense": self._bytes_dense,
             "metadata_bytes": self._metadata_bytes,
@@ -163,28 +143,10 @@ class Recorder:
             "dense_steps": dict(self.dense_steps),
             "impl_fallbacks": dict(self.fallbacks),
             "route_hit_rate": _mean([rate.item() for rate in self._hit_rates]),
-            "page_utilization": _mean(used),
+            "page_utilization": _mean([read.share for read in self._read.values()]),
             "route_latency_p50_s": _percentile(self._route_s, 0.5),
             "route_latency_p99_s": _percentile(self._route_s, 0.99),
         }
-
-
-def _amount(layer: OvalLayer, selection: Selection) -> tuple[Tensor | int, Tensor | int]:
-    """Pages and tokens of a selection; on an accelerator still there, so that nobody waits for it."""
-    is_cpu = selection.valid.device.type == "cpu"
-    if layer.pages.has_short_pages:
-        lengths = layer.pages.lengths[:, None].expand(*selection.pages.shape[:2], -1)
-        tokens = (selection.valid * lengths.gather(-1, selection.pages)).sum()
-        pages = selection.valid.sum()
-        return (int(pages), int(tokens)) if is_cpu else (pages, tokens)
-    count = int(selection.valid.sum()) if is_cpu else selection.valid.sum()
-    return count, count * layer.config.page_size
-
-
-def _share_read(marks: Tensor, counts: list[int]) -> float:
-    """Share of the sealed pages, `counts [B]`, that `marks [B, H, capacity]` names; a cropped page does not count."""
-    read = sum(int(row[:, :count].sum()) for row, count in zip(marks, counts, strict=True))
-    return read / (marks.shape[1] * sum(counts))
 
 
 def _hit_rate(query: Tensor, pages: Pages, read: Tensor) -> Tensor:

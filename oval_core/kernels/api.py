@@ -51,10 +51,11 @@ class Kernels(Protocol):
         """Optional, with `cascade`: why it cannot serve a call, or None."""
         ...
 
-    def cascade(
-        self, query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float, estimate_tail: bool
-    ) -> tuple[Tensor, Selection]:
-        """Optional: what `BasisRouter.select`, `attend` and `merge` do together, in one call; see `cpu.cascade`."""
+    def cascade(self, query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float) -> tuple[Tensor, Selection]:
+        """Optional: what `select` of a router, `attend` and `merge` do together, in one call; see `cpu.cascade`.
+
+        Routers of exactly the classes in the module's `FUSED_ROUTERS` go this way.
+        """
         ...
 
     def merge(self, parts: list[Partial], sink_logits: Tensor | None) -> Tensor:

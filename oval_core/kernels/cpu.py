@@ -1,6 +1,6 @@
-"""The whole cascade of the basis router as one compiled call a layer, for CPUs; see `cpu_loops.py`.
+"""Selecting and reading as one compiled call a layer, for CPUs; the loops are in `cpu_loops.py`.
 
-Tier functions on their own (for other routers) are those of the reference.
+For the routers in `FUSED_ROUTERS`; tier functions on their own, for all others, are those of the reference.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from torch import Tensor
 from oval_core.kernels import cpu_loops as loops
 from oval_core.kernels.reference import attend, coarse_scores, evaluate_bases, merge
 from oval_core.routers.base import Selection
+from oval_core.routers.basis import BasisRouter
+from oval_core.routers.box import BoxRouter
 
 if TYPE_CHECKING:
     from oval_core.layer import OvalLayer
 
-__all__ = ["attend", "cascade", "coarse_scores", "evaluate_bases", "merge", "unsupported", "warm_up"]
+__all__ = ["FUSED_ROUTERS", "attend", "cascade", "coarse_scores", "evaluate_bases", "merge", "unsupported", "warm_up"]
 
 # torch's OpenMP threads spin between operations; a pool of its own would fight them for the cores.
 _settings: Any = numba.config
 _settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
+FUSED_ROUTERS = (BasisRouter, BoxRouter)
 _STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 MESSAGE_AFTER_S = 2.0
+_ALL_TOKENS = np.ones((1, 0, 0), np.bool_)
 _PROCESS = os.getpid()  # GNU OpenMP ends a process that was forked from one that had used it
 
 
@@ -56,10 +60,8 @@ def unsupported(
     return None
 
 
-def cascade(
-    query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float, estimate_tail: bool
-) -> tuple[Tensor, Selection]:
-    """Select pages, read them and the open tail exactly, add the estimated tail.
+def cascade(query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float) -> tuple[Tensor, Selection]:
+    """Select pages as the layer's router does, read them and the open tail exactly, add the estimated tail.
 
     Args:
         query: float32 `[B, H, G, Q, D]`.
@@ -67,51 +69,56 @@ def cascade(
 
     Returns: float32 `[B, H, G, Q, D_v]`, and the selection (its tail is already inside the output).
     """
-    batch, heads, group, queries, dim = query.shape
-    tokens, table, bases = _tokens(layer), _table(layer), _bases(layer)
-    rows = query.reshape(batch, heads, group * queries, dim).contiguous().numpy()
-    out = np.empty((batch, heads, group * queries, tokens.values.shape[3]), np.float32)
-    picked = np.zeros((batch, heads, int(table.budget.max())), np.int64)
-    valid = np.zeros(picked.shape, np.bool_)
+    batch, heads, group, queries, _ = query.shape
+    tokens, (table, most_pages) = _tokens(layer), _table(layer)
+    out = torch.empty(batch, heads, group, queries, tokens.values.shape[3], dtype=torch.float32)
+    picked = torch.zeros(batch, heads, most_pages, dtype=torch.long)
+    valid = torch.zeros(picked.shape, dtype=torch.bool)
     threads = min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
     numba.set_num_threads(threads)
+    rows = (batch, heads, group * queries, -1)
     loops.cascade(
-        loops.Query(rows, _tail_mask(layer, table, mask, group, queries)),
+        loops.Query(query.reshape(rows).contiguous().numpy(), _tail_mask(layer, table, mask, group, queries)),
         tokens,
         table,
-        bases,
-        loops.Choices(np.float32(scaling), layer.config.sink_pages, layer.config.window_pages, estimate_tail),
+        _bases(layer),
+        _choices(layer, scaling),
         threads // math.gcd(threads, batch * heads),  # the fewest parts that keep all threads equally busy
-        out,
-        picked,
-        valid,
+        out.view(rows).numpy(),
+        picked.numpy(),
+        valid.numpy(),
     )
-    result = torch.from_numpy(out).view(batch, heads, group, queries, -1)
-    return result, Selection(torch.from_numpy(picked), torch.from_numpy(valid))
+    return out, Selection(picked, valid)
 
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile for a cache of `dtype`, or load what an earlier process compiled; says so if it takes long."""
     from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
-    from oval_core.routers import make_router
 
     if dtype not in _STORED_AS:
         return
     config = OvalConfig(page_size=8, budget_pages=3, rank=1, stats_every=0)
-    layer = OvalLayer(config, make_router(config), 0)
+    layer = OvalLayer(config, None, 0)
     for tokens in (16, 1):
         layer.update(torch.zeros(1, 1, tokens, 8, dtype=dtype), torch.zeros(1, 1, tokens, 8, dtype=dtype))
         layer.attended(None)
     notice = threading.Timer(MESSAGE_AFTER_S, lambda: print(_COMPILING, file=sys.stderr, flush=True))
     notice.start()
     try:
-        cascade(torch.zeros(1, 1, 1, 1, 8, dtype=torch.float32), layer, None, 1.0, True)
+        cascade(torch.zeros(1, 1, 1, 1, 8, dtype=torch.float32), layer, None, 1.0)
     finally:
         notice.cancel()
 
 
 _COMPILING = "OVAL: compiling the CPU kernels (about a minute, once; later processes load them from disk) ..."
+
+
+def _choices(layer: OvalLayer, scaling: float) -> loops.Choices:
+    router, config = layer.router, layer.config
+    refine = isinstance(router, BasisRouter)
+    tail = isinstance(router, BasisRouter) and router.estimate_tail
+    return loops.Choices(np.float32(scaling), config.sink_pages, config.window_pages, refine, tail)
 
 
 def _bases(layer: OvalLayer) -> loops.Bases:
@@ -133,30 +140,38 @@ def _tokens(layer: OvalLayer) -> loops.Tokens:
     return tokens
 
 
-def _table(layer: OvalLayer) -> loops.Table:
-    derived, config = layer.pages.derived, layer.config
+def _table(layer: OvalLayer) -> tuple[loops.Table, int]:
+    """The page tables, and the most pages that any row reads."""
+    derived, tables = layer.pages.derived, layer.tables
     if "cpu_table" not in derived:
-        counts = layer.pages.counts
-        derived["cpu_table"] = loops.Table(
-            layer.pages.starts.numpy(),
-            layer.pages.lengths.numpy(),
-            np.array(counts),
-            np.array([config.budget_for(count) - 1 for count in counts]),
-            np.array([config.shortlist_for(count) for count in counts]),
-            layer.pages.mean_value_norm.numpy(),
-            sealed_end=None,
-            ends=None,
-        )
-    known: loops.Table = derived["cpu_table"]
-    sealed_end = np.array([table.sealed_end for table in layer.tables])
-    return known._replace(sealed_end=sealed_end, ends=np.array(layer.store.lengths))
+        derived["cpu_table"] = _new_table(layer)
+    table: loops.Table = derived["cpu_table"][0]
+    table.sealed_end[:] = [row.sealed_end for row in tables]
+    table.ends[:] = layer.store.lengths
+    return table, derived["cpu_table"][1]
+
+
+def _new_table(layer: OvalLayer) -> tuple[loops.Table, int]:
+    config, counts = layer.config, layer.pages.counts
+    budget = [config.budget_for(count) - 1 for count in counts]
+    table = loops.Table(
+        layer.pages.starts.numpy(),
+        layer.pages.lengths.numpy(),
+        np.array(counts),
+        np.array(budget),
+        np.array([config.shortlist_for(count) for count in counts]),
+        layer.pages.mean_value_norm.numpy(),
+        sealed_end=np.zeros(len(counts), np.int64),
+        ends=np.zeros(len(counts), np.int64),
+    )
+    return table, max(budget)
 
 
 def _tail_mask(layer: OvalLayer, table: loops.Table, mask: Tensor | None, group: int, queries: int) -> np.ndarray:
-    """Which open tokens each query may read, bool `[B, G * Q, n]`."""
-    tail = table.ends - table.sealed_end
+    """Which open tokens each query may read, bool `[B, G * Q, n]`; n = 0: all."""
     if queries == 1 and mask is None and layer.store.visible is None and not layer.store.is_ragged:
-        return np.ones((len(tail), group, tail[0]), np.bool_)
+        return _ALL_TOKENS
+    tail = table.ends - table.sealed_end
     last = tail[:, None] - queries + np.arange(queries)
     readable = np.arange(tail.max()) <= last[..., None]  # [B, Q, n]
     hidden = mask if mask is not None else layer.store.visible

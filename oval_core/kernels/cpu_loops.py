@@ -1,7 +1,7 @@
 """The three tiers as compiled loops for CPUs (Numba): `reference.py` and `routers/basis.py` say what they compute.
 
-Work is cut into `parts` of every (row, KV head). int8 bases, keys and values are read in place; a page's numbers are
-widened once into a few hundred bytes that stay in the first-level cache, where all queries of the group use them.
+Work is cut into `parts` of every (row, KV head), and everything is read in place. Tier 1 only decides
+what is looked at, so queries are rounded to int16 there: integers are multiplied twice as many at a time as floats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numba.extending import overload
 
 NOTHING = np.float32(-1e30)  # stands for -inf, which fast-math arithmetic does not know
 FORCED = np.float32(1e30)
-BLOCK = 4  # tokens whose keys and values are read together
+LEAST = np.float32(1e-30)
+BLOCK = 4  # tokens, pages or directions that are worked on together
 
 
 class Bases(NamedTuple):
@@ -59,16 +60,28 @@ class Table(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Softmax scale, pages that are always read, whether pages that are not read contribute."""
+    """Softmax scale, pages that are always read, whether bases are evaluated, whether pages not read contribute."""
 
     scaling: Any
     sinks: Any
     window: Any
+    refine: Any
     tail: Any
 
 
+class Coarse(NamedTuple):
+    """Scratch of tier 1: `shares [B, H, R, P]` relative to the part they are in; `most`, `mass` `[B, H, parts, R]`."""
+
+    shares: Any
+    most: Any
+    mass: Any
+
+
 class Shortlist(NamedTuple):
-    """Scratch: `pages [B, H, n]`, `lengths [B, H, parts]`, `lse [B, H, R, n]`, `moved [B, H, R, n, r]`."""
+    """Scratch of tier 2: `pages [B, H, n]`, `lengths [B, H, parts]`, `lse [B, H, R, n]`, `moved [B, H, R, n, r]`.
+
+    `moved` is in units of the coefficients' scale.
+    """
 
     pages: Any
     lengths: Any
@@ -85,7 +98,7 @@ class Sums(NamedTuple):
 
 
 class Query(NamedTuple):
-    """`rows [B, H, R, D]`, the queries of a KV head; `tail_mask [B, R, n]`, which open tokens each may read."""
+    """`rows [B, H, R, D]`: queries of a KV head. `tail_mask [B, R, n]`: the open tokens each may read; n = 0: all."""
 
     rows: Any
     tail_mask: Any
@@ -118,14 +131,30 @@ def _float32_of(x):
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
 
 
+@njit(fastmath=True)
+def _int16(rows):
+    """Rows rounded to int16 and the scale of each; no sum of products with int8 can leave int32."""
+    count, dim = rows.shape
+    limit = np.float32(min(32767, (2**31 - 1) // (127 * dim)))
+    rounded, scale = np.empty((count, dim), np.int16), np.zeros(count, np.float32)
+    for r in range(count):
+        most = np.float32(0)
+        for d in range(dim):
+            most = max(most, abs(rows[r, d]))
+        factor = limit / most if most > 0 else np.float32(0)
+        for d in range(dim):
+            rounded[r, d] = np.int16(np.rint(rows[r, d] * factor))
+        scale[r] = most / limit
+    return rounded, scale
+
+
 @njit(fastmath=True, inline="always")
-def _dots(rows, vector, out, at):
-    """`out[at, r] = rows[r] . vector`."""
-    for r in range(rows.shape[0]):
-        total = np.float32(0)
-        for d in range(rows.shape[1]):
-            total += rows[r, d] * vector[d]
-        out[at, r] = total
+def _dot(left, right):
+    """int16 . int8 in int32; the casts keep Numba from widening to int64."""
+    total = np.int32(0)
+    for d in range(left.shape[0]):
+        total = np.int32(total + np.int32(np.int32(left[d]) * np.int32(right[d])))
+    return total
 
 
 @njit(fastmath=True, inline="always")
@@ -178,83 +207,144 @@ def _top(values, wanted, chosen):
 @njit(fastmath=True)
 def _coarse(rows, b, h, bases, scaling, first, last, scores):
     """Tier 1 for pages first..last: `scores [R, P]`."""
-    count, dim = rows.shape
-    absolute = np.abs(rows)
-    mu, radius = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    dots = np.empty((2, count), np.float32)
+    rounded, scale = _int16(rows)
+    absolute = np.abs(rounded)
     for p in range(first, last):
-        tokens = bases.tokens[b, h, p]
-        for d in range(dim):
-            mu[d] = bases.centroid[b, h, p, d]
-            radius[d] = bases.radius[b, h, p, d]
-        _dots(rows, mu, dots, 0)
-        _dots(absolute, radius, dots, 1)
+        tokens, mu, radius = bases.tokens[b, h, p], bases.centroid[b, h, p], bases.radius[b, h, p]
         mass = np.float32(np.log(np.float32(max(tokens, 1))))
-        for r in range(count):
-            logit = dots[0, r] * bases.centroid_scale[b, h, p] + dots[1, r] * bases.radius_scale[b, h, p]
-            scores[r, p] = scaling * logit + mass if tokens > 0 else NOTHING
+        along, spread = scaling * bases.centroid_scale[b, h, p], scaling * bases.radius_scale[b, h, p]
+        for r in range(rows.shape[0]):
+            logit = scale[r] * (along * _dot(rounded[r], mu) + spread * _dot(absolute[r], radius)) + mass
+            scores[r, p] = logit if tokens > 0 else NOTHING
 
 
 @njit(fastmath=True)
-def _shortlist(scores, tokens, wanted, sinks, window, listed):
-    """The pages with the largest mean share, sinks and window first; returns how many."""
-    rows, pages = scores.shape
-    share, total = np.empty(pages, np.float32), np.zeros(pages, np.float32)
+def _page_shares(b, h, part_ends, coarse, tokens, choices):
+    """Sum over the queries of each page's share of the mass by tier 1; sinks and window before all others."""
+    rows, pages = coarse.shares.shape[2], tokens.shape[0]
+    total = np.zeros(pages, np.float32)
     for r in range(rows):
-        _softmax(scores[r], share)
-        total += share
+        most, mass = NOTHING, np.float32(0)
+        for part in range(part_ends.shape[0] - 1):
+            most = max(most, coarse.most[b, h, part, r])
+        for part in range(part_ends.shape[0] - 1):
+            mass += _exp(coarse.most[b, h, part, r] - most) * coarse.mass[b, h, part, r]
+        for part in range(part_ends.shape[0] - 1):
+            factor = _exp(coarse.most[b, h, part, r] - most) / max(mass, LEAST)
+            for p in range(part_ends[part], part_ends[part + 1]):
+                total[p] += factor * coarse.shares[b, h, r, p]
     for p in range(pages):
         if tokens[p] == 0:
             total[p] = NOTHING
-        elif p < sinks or p >= pages - window:
+        elif p < choices.sinks or p >= pages - choices.window:
             total[p] = FORCED
-    return _top(total, wanted, listed)
+    return total
 
 
 @njit(fastmath=True)
 def _basis(rows, b, h, bases, scaling, pages, lse, moved):
-    """Tier 2 for `pages`: log-masses `lse [R, n]` and mean coefficients `moved [R, n, r]`."""
-    count, dim = rows.shape
-    rank, size = bases.coefficients.shape[3:]
-    vector, logits = np.empty(dim, np.float32), np.empty(size, np.float32)
-    along = np.empty((rank + 1, count), np.float32)  # the last row: along the centroid
-    c = np.empty((rank, size), np.float32)
-    for j in range(pages.shape[0]):
-        p = pages[j]
-        for d in range(dim):
-            vector[d] = bases.centroid[b, h, p, d] * bases.centroid_scale[b, h, p]
-        _dots(rows, vector, along, rank)
-        for k in range(rank):
-            for d in range(dim):
-                vector[d] = bases.directions[b, h, p, k, d] * bases.directions_scale[b, h, p, k]
-            _dots(rows, vector, along, k)
-            for s in range(size):
-                c[k, s] = bases.coefficients[b, h, p, k, s] * bases.coefficients_scale[b, h, p, k]
-        for r in range(count):
-            for s in range(size):
-                logits[s] = along[rank, r]
-            for k in range(rank):
-                for s in range(size):
-                    logits[s] += along[k, r] * c[k, s]
-            _page_output(logits, scaling, bases.tokens[b, h, p], c, lse, moved, r, j)
+    """Tier 2 for `pages`, BLOCK of them at a time: log-masses `lse [R, n]`, mean coefficients `moved [R, n, r]`."""
+    rank, size = bases.coefficients.shape[3], bases.coefficients.shape[4]
+    step = rank + 1
+    vectors = np.zeros((BLOCK * step, rows.shape[1]), np.float32)  # of each page the centroid, then the directions
+    along = np.empty((rows.shape[0], BLOCK * step), np.float32)
+    c = np.zeros((BLOCK, _up(rank), size), np.float32)
+    logits, weights = np.zeros((BLOCK, size), np.float32), np.zeros(_up(rank), np.float32)
+    for j in range(0, pages.shape[0], BLOCK):
+        block = pages[j : j + BLOCK]
+        for i in range(block.shape[0]):
+            centroid, directions = bases.centroid[b, h, block[i]], bases.directions[b, h, block[i]]
+            _stack(centroid, directions, vectors[i * step : i * step + step])
+            _widen(bases.coefficients[b, h, block[i]], c[i])
+        _dots(rows, vectors, scaling, along)
+        for r in range(rows.shape[0]):
+            _log_masses(along[r], b, h, bases, block, c, logits, weights, lse[r, j : j + BLOCK])
+            _mean_coefficients(logits, c, lse[r, j : j + BLOCK], moved[r, j : j + BLOCK])
+
+
+@njit(inline="always")
+def _up(n):
+    """The next multiple of BLOCK."""
+    return (n + BLOCK - 1) // BLOCK * BLOCK
 
 
 @njit(fastmath=True, inline="always")
-def _page_output(logits, scaling, tokens, c, lse, moved, r, j):
-    """One page for one query: `lse[r, j]`, its log-mass, and `moved[r, j]`, softmax(logits) . C."""
-    size = logits.shape[0]
-    most = _most(logits, tokens)
-    for s in range(size):
-        logits[s] = scaling * (logits[s] - most)
-    for s in range(tokens, size):
-        logits[s] = NOTHING
-    total = _exp_all(logits, size, np.float32(0))
-    for k in range(c.shape[0]):
-        mean = np.float32(0)
-        for s in range(logits.shape[0]):
-            mean += logits[s] * c[k, s]
-        moved[r, j, k] = mean / total
-    lse[r, j] = scaling * most + np.float32(np.log(total))
+def _widen(stored, wide):
+    """int8 rows as float32, not scaled."""
+    for k in range(stored.shape[0]):
+        source, target = stored[k], wide[k]
+        for d in range(source.shape[0]):
+            target[d] = source[d]
+
+
+@njit(fastmath=True, inline="always")
+def _stack(first, others, vectors):
+    """One int8 vector and the rows of another array as float32, not scaled."""
+    target = vectors[0]
+    for d in range(first.shape[0]):
+        target[d] = first[d]
+    _widen(others, vectors[1:])
+
+
+@njit(fastmath=True)
+def _dots(rows, vectors, scaling, out):
+    """`out[r, i] = s rows[r] . vectors[i]`, BLOCK vectors at a time so that the row is loaded once for all."""
+    for i in range(0, vectors.shape[0], BLOCK):
+        for r in range(rows.shape[0]):
+            w, x, y, z = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for d in range(rows.shape[1]):
+                q = rows[r, d]
+                w += q * vectors[i, d]
+                x += q * vectors[i + 1, d]
+                y += q * vectors[i + 2, d]
+                z += q * vectors[i + 3, d]
+            out[r, i], out[r, i + 1], out[r, i + 2], out[r, i + 3] = scaling * w, scaling * x, scaling * y, scaling * z
+
+
+@njit(fastmath=True, inline="always")
+def _log_masses(along, b, h, bases, block, c, logits, weights, lse):
+    """One query, a block of pages: their largest logits `lse`, and `logits [BLOCK, S]`, weights relative to those."""
+    rank, size = bases.coefficients.shape[3], logits.shape[1]
+    for i in range(block.shape[0]):
+        p, at = block[i], i * (rank + 1)
+        row, start = logits[i], along[at] * bases.centroid_scale[b, h, p]
+        for k in range(rank):
+            scale = bases.directions_scale[b, h, p, k] * bases.coefficients_scale[b, h, p, k]
+            weights[k] = along[at + 1 + k] * scale
+        for s in range(size):
+            row[s] = start
+        _add_weighted(weights, c[i], row)
+        for s in range(bases.tokens[b, h, p], size):
+            row[s] = NOTHING
+        most = _most(row, size)
+        for s in range(size):
+            row[s] = _exp(row[s] - most)
+        lse[i] = most
+
+
+@njit(fastmath=True, inline="always")
+def _add_weighted(weights, rows, out):
+    """`out += weights . rows`, BLOCK rows at a time; their number is a multiple of it."""
+    for first in range(0, weights.shape[0], BLOCK):
+        w, x, y, z = weights[first], weights[first + 1], weights[first + 2], weights[first + 3]
+        for d in range(out.shape[0]):
+            out[d] += w * rows[first, d] + x * rows[first + 1, d] + y * rows[first + 2, d] + z * rows[first + 3, d]
+
+
+@njit(fastmath=True, inline="always")
+def _mean_coefficients(weights, c, lse, moved):
+    """Add the log of the summed `weights [BLOCK, S]` to `lse`; `moved [n, r]` = weights . C over their sum."""
+    size = weights.shape[1]
+    for i in range(lse.shape[0]):
+        row, mass = weights[i], np.float32(0)
+        for s in range(size):
+            mass += row[s]
+        lse[i] += np.float32(np.log(mass))
+        for k in range(moved.shape[1]):
+            coefficients, mean = c[i, k], np.float32(0)
+            for s in range(size):
+                mean += row[s] * coefficients[s]
+            moved[i, k] = mean / mass
 
 
 @njit(fastmath=True)
@@ -299,9 +389,10 @@ def _read(query, b, h, tokens, sealed_end, scaling, listed, found, out, most, ma
     listed[found:padded] = listed[0]
     logits = np.empty((rows, padded), np.float32)
     _read_keys(query.rows, tokens.keys, b, h, scaling, listed, padded, logits)
+    hides = query.tail_mask.shape[2] > 0
     for r in range(rows):
         for i in range(found):
-            if listed[i] >= sealed_end and not query.tail_mask[b, r, listed[i] - sealed_end]:
+            if listed[i] >= sealed_end and hides and not query.tail_mask[b, r, listed[i] - sealed_end]:
                 logits[r, i] = NOTHING
         for i in range(found, padded):
             logits[r, i] = NOTHING
@@ -346,26 +437,46 @@ def _read_values(values, b, h, listed, count, weights, out):
                 )
 
 
+@njit
+def _last_unread(read):
+    last = -1
+    for j in range(read.shape[0]):
+        if not read[j]:
+            last = j
+    return last
+
+
 @njit(fastmath=True)
 def _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass):
-    """Add the shortlisted pages that are not read, as their bases approximate them."""
+    """Add the shortlisted pages that are not read, as their bases approximate them, BLOCK of them at a time."""
     rows, dim = out.shape
+    step = bases.regression.shape[3] + 1
     _raise_most(read, lse, out, most, mass)
-    value, weights = np.empty(dim, np.float32), np.empty(rows, np.float32)
-    for j in range(pages.shape[0]):
+    vectors, weights = np.zeros((BLOCK * step, dim), np.float32), np.zeros((rows, BLOCK * step), np.float32)
+    filled, last = 0, _last_unread(read)
+    for j in range(last + 1):
         if read[j]:
             continue
-        p = pages[j]
+        offset, regression = bases.value_offset[b, h, pages[j]], bases.regression[b, h, pages[j]]
+        _stack(offset, regression, vectors[filled : filled + step])
         for r in range(rows):
-            weights[r] = _exp(lse[r, j] - most[r])
-            mass[r] += weights[r]
-        for d in range(dim):
-            value[d] = bases.value_offset[b, h, p, d] * bases.value_offset_scale[b, h, p]
-        _add_outer(weights, value, out)
-        for k in range(moved.shape[2]):
-            for d in range(dim):
-                value[d] = bases.regression[b, h, p, k, d] * bases.regression_scale[b, h, p, k]
-            _add_outer(weights * moved[:, j, k], value, out)
+            share = _exp(lse[r, j] - most[r])
+            mass[r] += share
+            _weigh_values(share, b, h, pages[j], bases, moved[r, j], weights[r, filled : filled + step])
+        filled += step
+        if filled == BLOCK * step or j == last:
+            weights[:, filled:] = 0
+            for r in range(rows):
+                _add_weighted(weights[r], vectors, out[r])
+            filled = 0
+
+
+@njit(fastmath=True, inline="always")
+def _weigh_values(share, b, h, p, bases, moved, weights):
+    """What v0 and the rows of W of one page are multiplied by for one query."""
+    weights[0] = share * bases.value_offset_scale[b, h, p]
+    for k in range(moved.shape[0]):
+        weights[k + 1] = share * moved[k] * bases.coefficients_scale[b, h, p, k] * bases.regression_scale[b, h, p, k]
 
 
 @njit(fastmath=True)
@@ -381,28 +492,32 @@ def _raise_most(read, lse, out, most, mass):
             out[r, d] *= shrink
 
 
-@njit(fastmath=True, inline="always")
-def _add_outer(weights, vector, out):
-    """`out[r] += weights[r] vector`."""
-    for r in range(out.shape[0]):
-        for d in range(out.shape[1]):
-            out[r, d] += weights[r] * vector[d]
-
-
 @njit(fastmath=True)
-def _score(b, h, part, parts, query, table, bases, choices, scores):
-    """First stage of one part: coarse scores of its pages."""
+def _score(b, h, part, parts, query, table, bases, choices, coarse):
+    """First stage of one part: coarse shares of its pages."""
     count = table.counts[b]
     first, last = count * part // parts, count * (part + 1) // parts
-    _coarse(query.rows[b, h], b, h, bases, choices.scaling, first, last, scores[b, h])
+    shares = coarse.shares[b, h]
+    _coarse(query.rows[b, h], b, h, bases, choices.scaling, first, last, shares)
+    for r in range(shares.shape[0]):
+        own = shares[r, first:last]
+        coarse.most[b, h, part, r] = _most(own, last - first)
+        coarse.mass[b, h, part, r] = _exp_all(own, last - first, coarse.most[b, h, part, r])
 
 
 @njit(fastmath=True)
-def _evaluate(b, h, part, parts, query, table, bases, choices, scores, short):
-    """Second stage of one part: the shortlist (each part makes it, that is cheaper than waiting) and its bases."""
-    count, wanted = table.counts[b], table.shortlist[b]
-    listed, tokens = np.empty(wanted, np.int64), bases.tokens[b, h, :count]
-    length = _shortlist(scores[b, h, :, :count], tokens, wanted, choices.sinks, choices.window, listed)
+def _best(b, h, parts, wanted, table, bases, choices, coarse, listed):
+    """The `wanted` pages with the largest coarse shares (each part finds them, that is cheaper than waiting)."""
+    count = table.counts[b]
+    ends = np.arange(parts + 1) * count // parts
+    return _top(_page_shares(b, h, ends, coarse, bases.tokens[b, h, :count], choices), wanted, listed)
+
+
+@njit(fastmath=True)
+def _evaluate(b, h, part, parts, query, table, bases, choices, coarse, short):
+    """Second stage of one part: its share of the shortlist."""
+    listed = np.empty(table.shortlist[b], np.int64)
+    length = _best(b, h, parts, table.shortlist[b], table, bases, choices, coarse, listed)
     first, last = length * part // parts, length * (part + 1) // parts
     lse, moved = short.lse[b, h, :, first:last], short.moved[b, h, :, first:last]
     _basis(query.rows[b, h], b, h, bases, choices.scaling, listed[first:last], lse, moved)
@@ -425,12 +540,15 @@ def _select(b, h, query, table, bases, choices, pages, lse, read, chosen):
 
 
 @njit(fastmath=True)
-def _finish(b, h, part, parts, query, tokens, table, bases, choices, short, sums, picked, valid):
-    """Third stage of one part: the selection (again made by each part), exact attention and the estimated tail."""
-    length = short.lengths[b, h, part]
+def _finish(b, h, part, parts, query, tokens, table, bases, choices, coarse, short, sums, picked, valid):
+    """Last stage of one part: the selection (again made by each part), exact attention and the estimated tail."""
+    length = short.lengths[b, h, part] if choices.refine else 0
     pages, lse = short.pages[b, h, :length], short.lse[b, h, :, :length]
     chosen, read = np.empty(table.budget[b], np.int64), np.zeros(length, np.bool_)
-    count = _select(b, h, query, table, bases, choices, pages, lse, read, chosen)
+    if choices.refine:
+        count = _select(b, h, query, table, bases, choices, pages, lse, read, chosen)
+    else:
+        count = _best(b, h, parts, table.budget[b], table, bases, choices, coarse, chosen)
     if part == 0:
         picked[b, h, :count] = chosen[:count]
         valid[b, h, :count] = True
@@ -439,39 +557,29 @@ def _finish(b, h, part, parts, query, tokens, table, bases, choices, short, sums
     positions = np.empty(room + BLOCK, np.int64)
     found = _token_list(b, tokens, table, chosen[:count], part, parts, positions)
     _read(query, b, h, tokens, table.sealed_end[b], choices.scaling, positions, found, out, most, mass)
-    if choices.tail:
+    if choices.refine and choices.tail:
         first, last = length * part // parts, length * (part + 1) // parts
         lse, moved = lse[:, first:last], short.moved[b, h, :, first:last]
         _add_tail(b, h, bases, pages[first:last], read[first:last], lse, moved, out, most, mass)
 
 
 @njit(parallel=True, fastmath=True, cache=True)
-def _parts(query, tokens, table, bases, choices, parts, scores, short, sums, picked, valid):
-    """KV heads cut into parts; all parts wait for each other between the stages."""
+def _all_parts(query, tokens, table, bases, choices, parts, coarse, short, sums, picked, valid):
+    """All parts of all KV heads; they wait for each other between the stages."""
     batch, heads = query.rows.shape[:2]
     for item in prange(batch * heads * parts):
         b, h, part = item // parts // heads, item // parts % heads, item % parts
-        _score(b, h, part, parts, query, table, bases, choices, scores)
+        _score(b, h, part, parts, query, table, bases, choices, coarse)
+    if choices.refine:
+        for item in prange(batch * heads * parts):
+            b, h, part = item // parts // heads, item // parts % heads, item % parts
+            _evaluate(b, h, part, parts, query, table, bases, choices, coarse, short)
     for item in prange(batch * heads * parts):
         b, h, part = item // parts // heads, item // parts % heads, item % parts
-        _evaluate(b, h, part, parts, query, table, bases, choices, scores, short)
-    for item in prange(batch * heads * parts):
-        b, h, part = item // parts // heads, item // parts % heads, item % parts
-        _finish(b, h, part, parts, query, tokens, table, bases, choices, short, sums, picked, valid)
+        _finish(b, h, part, parts, query, tokens, table, bases, choices, coarse, short, sums, picked, valid)
 
 
-@njit(parallel=True, fastmath=True, cache=True)
-def _heads(query, tokens, table, bases, choices, scores, short, sums, picked, valid):
-    """Whole KV heads, with nothing to wait for between the stages."""
-    batch, heads = query.rows.shape[:2]
-    for item in prange(batch * heads):
-        b, h = item // heads, item % heads
-        _score(b, h, 0, 1, query, table, bases, choices, scores)
-        _evaluate(b, h, 0, 1, query, table, bases, choices, scores, short)
-        _finish(b, h, 0, 1, query, tokens, table, bases, choices, short, sums, picked, valid)
-
-
-@njit(fastmath=True, cache=True)
+@njit(fastmath=True)
 def _merge_all(sums, out):
     """Log-sum-exp merge of the parts."""
     batch, heads, parts, rows, _ = sums.out.shape
@@ -485,7 +593,7 @@ def _merge_all(sums, out):
             weight = _exp(sums.most[b, h, part, r] - most)
             mass += weight * sums.mass[b, h, part, r]
             out[b, h, r] += weight * sums.out[b, h, part, r]
-        out[b, h, r] /= max(mass, np.float32(1e-30))
+        out[b, h, r] /= max(mass, LEAST)
 
 
 @njit(cache=True)
@@ -499,8 +607,12 @@ def cascade(query, tokens, table, bases, choices, parts, out, picked, valid):
         picked, valid: filled, int64 and bool `[B, H, K]`, zeros before.
     """
     batch, heads, rows, _ = query.rows.shape
-    length, rank = np.max(table.shortlist), bases.coefficients.shape[3]
-    scores = np.empty((batch, heads, rows, np.max(table.counts)), np.float32)
+    length, rank = np.max(table.shortlist) if choices.refine else 0, bases.coefficients.shape[3]
+    coarse = Coarse(
+        np.empty((batch, heads, rows, np.max(table.counts)), np.float32),
+        np.empty((batch, heads, parts, rows), np.float32),
+        np.empty((batch, heads, parts, rows), np.float32),
+    )
     short = Shortlist(
         np.empty((batch, heads, length), np.int64),
         np.empty((batch, heads, parts), np.int64),
@@ -512,8 +624,5 @@ def cascade(query, tokens, table, bases, choices, parts, out, picked, valid):
         np.full((batch, heads, parts, rows), NOTHING, np.float32),
         np.zeros((batch, heads, parts, rows), np.float32),
     )
-    if parts == 1:
-        _heads(query, tokens, table, bases, choices, scores, short, sums, picked, valid)
-    else:
-        _parts(query, tokens, table, bases, choices, parts, scores, short, sums, picked, valid)
+    _all_parts(query, tokens, table, bases, choices, parts, coarse, short, sums, picked, valid)
     _merge_all(sums, out)

@@ -31,7 +31,7 @@ __all__ = ["ROUTERS", "Pages", "Router", "Selection", "check_router", "make_rout
 
 def check_router(router: Any) -> None:
     """Raise unless `router` is the name of a router or a `Router`."""
-    names = [kind.name for kind in ROUTERS]
+    names = ["auto", *(kind.name for kind in ROUTERS)]
     if isinstance(router, Router):
         return
     if not isinstance(router, str):
@@ -41,9 +41,11 @@ def check_router(router: Any) -> None:
 
 
 def make_router(config: OvalConfig) -> Router:
-    """The router that `config` asks for."""
+    """The router that `config` asks for. Raises ValueError for "auto", which only a device decides."""
     if isinstance(config.router, Router):
         return config.router
+    if config.router == "auto":
+        raise ValueError("router 'auto' depends on the device: make one from config.for_device(device)")
     if config.router == BasisRouter.name:
         return BasisRouter(estimate_tail=config.estimate_tail == "shortlist")
     if config.router == RandomRouter.name:

@@ -104,10 +104,12 @@ class Router:
     Attributes:
         name: as in `OvalConfig(router=name)`.
         needs_hidden_states: ask for `Pages.hidden_states`.
+        needs_bases: ask for whole bases; otherwise only the coarse part of each page is kept (rank 0).
     """
 
     name = "router"
     needs_hidden_states = False
+    needs_bases = False
 
     def score(self, query: Tensor, pages: Pages) -> Tensor:
         """Value of reading each page exactly.
@@ -131,12 +133,12 @@ class Router:
         chosen, valid = pages.top(pages.weights(scores), pages.budget, pages.most[0])
         return Selection(chosen, valid)
 
-    def page_features(self, keys: Tensor, mask: Tensor) -> Tensor | None:
+    def page_features(self, keys: Tensor, mask: Tensor | None) -> Tensor | None:
         """Anything the router wants to remember of a page when it is sealed: `[B, H, P, F]`, or None.
 
         Args:
             keys: `[B, H, P, S, D]`.
-            mask: bool `[B, 1, P, S]`, True for readable tokens.
+            mask: bool `[B, 1, P, S]`, True for readable tokens; None: all are.
         """
         return None
 

@@ -25,6 +25,7 @@ class BasisRouter(Router):
     """
 
     name = "basis"
+    needs_bases = True
 
     def __init__(self, estimate_tail: bool = True) -> None:
         self.estimate_tail = estimate_tail

@@ -13,8 +13,10 @@ class QuestRouter(Router):
 
     name = "quest"
 
-    def page_features(self, keys: Tensor, mask: Tensor) -> Tensor:
+    def page_features(self, keys: Tensor, mask: Tensor | None) -> Tensor:
         """Minimum and maximum of the readable keys, `[B, H, P, 2 D]`."""
+        if mask is None:
+            return torch.cat([keys.amin(-2), keys.amax(-2)], dim=-1)
         hidden = ~mask[..., None]
         least = keys.masked_fill(hidden, torch.inf).amin(-2)
         most = keys.masked_fill(hidden, -torch.inf).amax(-2)

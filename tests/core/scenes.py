@@ -12,7 +12,7 @@ from oval_core.attention import oval_attention
 from oval_core.binding import BINDING, Binding
 from oval_core.layer import OvalLayer
 from oval_core.page_view import view_pages
-from oval_core.routers import Pages, make_router
+from oval_core.routers import Pages
 from oval_core.stats import Recorder
 
 HEADS, GROUP, DIM, VALUE_DIM = 2, 3, 8, 6
@@ -20,7 +20,9 @@ HEADS, GROUP, DIM, VALUE_DIM = 2, 3, 8, 6
 
 def small_config(**changes: Any) -> OvalConfig:
     """Few and small pages; always paged."""
-    return OvalConfig(**{"page_size": 8, "budget_pages": 4, "rank": 2, "always_paged": True, **changes})
+    return OvalConfig(
+        **{"page_size": 8, "budget_pages": 4, "rank": 2, "always_paged": True, "router": "basis", **changes}
+    )
 
 
 class Tokens(NamedTuple):
@@ -59,7 +61,7 @@ class Attention(nn.Module):
         self.recorder = Recorder(config)
         self.binding = Binding("reference", "sdpa", self.recorder)
         setattr(self, BINDING, self.binding)
-        self.layer = OvalLayer(config, make_router(config), 0)
+        self.layer = OvalLayer(config, None, 0)
         self.eval()
 
     def forward(self, tokens: Tokens, mask: Tensor | None = None, **kwargs: Any) -> Tensor:

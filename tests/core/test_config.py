@@ -5,14 +5,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oval_core import OvalConfig
-from oval_core.routers import ROUTERS
+from oval_core.routers import ROUTERS, make_router
 from oval_core.routers.box import BoxRouter
 
-NAMES = r"\['basis', 'quest', 'box', 'mean', 'window', 'random', 'oracle'\]"
+NAMES = r"\['auto', 'basis', 'quest', 'box', 'mean', 'window', 'random', 'oracle'\]"
 REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"page_size": 17}, ValueError, r"page_size must be one of \(8, 16, 32, 64, 128, 256\), got 17"),
     ({"page_size": 4}, ValueError, r"page_size must be one of .*, got 4"),
@@ -61,11 +62,26 @@ def test_what_is_refused_is_named(arguments: dict[str, Any], error: type[Excepti
 
 def test_the_defaults_are_those_of_the_design() -> None:
     config = OvalConfig()
-    assert (config.page_size, config.budget_pages, config.sink_pages, config.window_pages) == (16, 48, 1, 1)
+    assert (config.page_size, config.sink_pages, config.window_pages) == (16, 1, 1)
     assert (config.rank, config.shortlist_ratio, config.estimate_tail) == (4, 0.25, "shortlist")
-    assert (config.router, config.impl, config.always_paged) == ("basis", "auto", False)
+    assert (config.router, config.budget_pages, config.impl, config.always_paged) == ("auto", None, "auto", False)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.page_size = 32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("device", "router", "budget"), [("cpu", "box", 96), ("cuda", "basis", 48)])
+def test_the_device_decides_what_is_left_open(device: str, router: str, budget: int) -> None:
+    config = OvalConfig(rank=2).for_device(torch.device(device))
+    assert (config.router, config.budget_pages, config.rank) == (router, budget, 2)
+    assert OvalConfig(budget_pages=20).for_device(torch.device(device)).budget_pages == 20
+    assert OvalConfig(router="quest").for_device(torch.device(device)).router == "quest"
+
+
+def test_what_the_device_decides_cannot_be_asked_before() -> None:
+    with pytest.raises(ValueError, match="for_device"):
+        OvalConfig().budget_for(100)
+    with pytest.raises(ValueError, match="for_device"):
+        make_router(OvalConfig())
 
 
 @pytest.mark.parametrize("router", [*(kind.name for kind in ROUTERS), BoxRouter()])
@@ -91,7 +107,7 @@ def test_routers_are_named_or_given(router: Any) -> None:
     ],
 )
 def test_budget_and_shortlist(arguments: dict[str, Any], sealed_pages: int, budget: int, shortlist: int) -> None:
-    config = OvalConfig(**arguments)
+    config = OvalConfig(**{"router": "basis", **arguments})
     assert (config.budget_for(sealed_pages), config.shortlist_for(sealed_pages)) == (budget, shortlist)
 
 

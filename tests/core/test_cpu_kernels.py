@@ -12,18 +12,21 @@ from oval_core import OvalConfig
 from oval_core.attention import paged_attention
 from oval_core.binding import Binding
 from oval_core.layer import OvalLayer
-from oval_core.routers import make_router
 from oval_core.stats import Recorder
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "little_spare")
 SCALING = 0.2
 
 
+def small_config(**changes: Any) -> OvalConfig:
+    return OvalConfig(**{"page_size": 8, "router": "basis", **changes})
+
+
 def layer_of(
     config: OvalConfig, batch: int, heads: int, dims: tuple[int, int], tokens: tuple[int, int], dtype: torch.dtype
 ) -> OvalLayer:
     """A layer that has read `tokens[0]` tokens and then `tokens[1]` more, not yet attended."""
-    layer = OvalLayer(config, make_router(config), 0)
+    layer = OvalLayer(config, None, 0)
     for count in tokens:
         keys, values = (torch.randn(batch, heads, count, dim).to(dtype) for dim in dims)
         layer.update(2 * keys, values)
@@ -67,8 +70,9 @@ def assert_same(layer: OvalLayer, query: Tensor, mask: Tensor | None = None, ato
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 48), (17, 33)])
-def test_shapes(queries: int, group: int, dims: tuple[int, int]) -> None:
-    layer = layer_of(OvalConfig(page_size=8, budget_pages=6), 2, 3, dims, (301, queries), torch.float32)
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_shapes(router: str, queries: int, group: int, dims: tuple[int, int]) -> None:
+    layer = layer_of(small_config(budget_pages=6, router=router), 2, 3, dims, (301, queries), torch.float32)
     assert_same(layer, torch.randn(2, 3 * group, queries, dims[0]))
 
 
@@ -82,12 +86,14 @@ def test_shapes(queries: int, group: int, dims: tuple[int, int]) -> None:
         {"sink_pages": 2, "window_pages": 3},
         {"shortlist_ratio": 1.0},
         {"shortlist_pages": 7},
+        {"router": "box"},
+        {"router": "box", "sink_pages": 2, "window_pages": 3},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_settings(settings: dict[str, Any], threads: int) -> None:
-    config = OvalConfig(**{"page_size": 8, "budget_pages": 6, **settings})
+    config = small_config(**{"budget_pages": 6, **settings})
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -96,15 +102,17 @@ def test_settings(settings: dict[str, Any], threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_bfloat16() -> None:
-    layer = layer_of(OvalConfig(page_size=8, budget_pages=6), 1, 2, (32, 32), (200, 1), torch.bfloat16)
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_bfloat16(router: str) -> None:
+    layer = layer_of(small_config(budget_pages=6, router=router), 1, 2, (32, 32), (200, 1), torch.bfloat16)
     query = torch.randn(1, 4, 1, 32).bfloat16()
     assert_same(layer, query, atol=float(torch.finfo(torch.bfloat16).eps))
 
 
-def test_rows_of_different_length_and_padding() -> None:
-    config = OvalConfig(page_size=8, budget_pages=5)
-    layer = OvalLayer(config, make_router(config), 0)
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_rows_of_different_length_and_padding(router: str) -> None:
+    config = small_config(budget_pages=5, router=router)
+    layer = OvalLayer(config, None, 0)
     visible = torch.ones(2, 150, dtype=torch.bool)
     visible[0, :37] = False
     layer.update(torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16))
@@ -115,9 +123,10 @@ def test_rows_of_different_length_and_padding() -> None:
     assert_same(layer, torch.randn(2, 4, 1, 16), mask)
 
 
-def test_tokens_hidden_inside_pages() -> None:
-    config = OvalConfig(page_size=8, budget_pages=5)
-    layer = OvalLayer(config, make_router(config), 0)
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_tokens_hidden_inside_pages(router: str) -> None:
+    config = small_config(budget_pages=5, router=router)
+    layer = OvalLayer(config, None, 0)
     visible = torch.rand(1, 160) < 0.7
     visible[0, 0] = True
     visible[0, 40:48] = False  # a page without a readable token
@@ -130,15 +139,16 @@ def test_tokens_hidden_inside_pages() -> None:
 
 
 def test_a_tree_mask() -> None:
-    layer = layer_of(OvalConfig(page_size=8, budget_pages=5), 1, 2, (16, 16), (140, 4), torch.float32)
+    layer = layer_of(small_config(budget_pages=5), 1, 2, (16, 16), (140, 4), torch.float32)
     mask = torch.ones(1, 1, 4, 144, dtype=torch.bool)
     mask[0, 0, :, 140:] = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
     assert_same(layer, torch.randn(1, 4, 4, 16), mask)
 
 
-def test_marked_pages_are_short() -> None:
-    config = OvalConfig(page_size=8, budget_pages=5)
-    layer = OvalLayer(config, make_router(config), 0)
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_marked_pages_are_short(router: str) -> None:
+    config = small_config(budget_pages=5, router=router)
+    layer = OvalLayer(config, None, 0)
     layer.update(torch.randn(1, 2, 150, 16), torch.randn(1, 2, 150, 16))
     layer.mark(0, 21, 83, tag=0)
     layer.attended(None)
@@ -149,7 +159,7 @@ def test_marked_pages_are_short() -> None:
 
 
 def test_what_it_cannot_do_is_counted() -> None:
-    config = OvalConfig(page_size=8, budget_pages=5)
+    config = small_config(budget_pages=5)
     layer = layer_of(config, 1, 2, (16, 16), (140, 1), torch.float32)
     query = torch.randn(1, 4, 1, 16)
     hiding = torch.ones(1, 1, 1, 141, dtype=torch.bool)

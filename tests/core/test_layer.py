@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 
 from oval_core.cache import page_layers
 from oval_core.layer import OvalLayer
-from oval_core.routers import make_router
 from tests.core.scenes import (
     HEADS,
     Attention,
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "little_spare")
 
 def empty_layer(**changes: Any) -> OvalLayer:
     config = small_config(**changes)
-    return OvalLayer(config, make_router(config), 0)
+    return OvalLayer(config, None, 0)
 
 
 def starts(attention: Attention, row: int = 0) -> list[int]:

@@ -17,7 +17,6 @@ from transformers.cache_utils import DynamicLayer
 
 from oval_core.layer import OvalLayer
 from oval_core.page_store import PageStore
-from oval_core.routers import make_router
 from tests.core.scenes import small_config
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -212,7 +211,7 @@ def allocated_by_decoding(layer: DynamicLayer | OvalLayer) -> int:
 
 def test_decoding_does_not_copy_the_cache() -> None:
     cache_bytes = CONTEXT * 2 * 2 * 16 * 4
-    layer = OvalLayer(small_config(page_size=16), make_router(small_config()), 0)
+    layer = OvalLayer(small_config(page_size=16), None, 0)
     assert allocated_by_decoding(layer) < 4 * cache_bytes  # growth, once, and 19 bases
     assert allocated_by_decoding(DynamicLayer()) > STEPS * cache_bytes  # the yardstick works: this one copies
 

@@ -28,12 +28,13 @@ def prefix(loaded: tuple[Any, Tensor]) -> Prefix:
     return prefill(*loaded, positions=24, advance=lambda tokens: None)
 
 
+@pytest.mark.parametrize("router", ["basis", "box"])
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
-def test_reading_every_page_gives_the_models_own_text(loaded: tuple[Any, Tensor], impl: str) -> None:
+def test_reading_every_page_gives_the_models_own_text(loaded: tuple[Any, Tensor], impl: str, router: str) -> None:
     model, tokens = loaded
     options = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones_like(tokens[:, :700])}
     plain = model.generate(tokens[:, :700], **options)
-    with attach(model, OvalConfig(budget_ratio=1.0, always_paged=True, impl=impl)) as handle:
+    with attach(model, OvalConfig(budget_ratio=1.0, always_paged=True, impl=impl, router=router)) as handle:
         paged = model.generate(tokens[:, :700], **options)
         assert handle.stats()["pages_read_mean"] > 40
     assert paged.tolist() == plain.tolist()
@@ -42,7 +43,7 @@ def test_reading_every_page_gives_the_models_own_text(loaded: tuple[Any, Tensor]
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_a_few_pages_are_enough(loaded: tuple[Any, Tensor], prefix: Prefix, impl: str) -> None:
     """12 of 128 pages: close to dense, and much closer than the same number of pages without an estimated tail."""
-    basis = compare(loaded[0], prefix, OvalConfig(budget_pages=12, impl=impl), lambda tokens: None)
+    basis = compare(loaded[0], prefix, OvalConfig(budget_pages=12, impl=impl, router="basis"), lambda tokens: None)
     box = compare(loaded[0], prefix, OvalConfig(budget_pages=12, router="box"), lambda tokens: None)
     assert basis.kl < 0.05
     assert basis.kl < 0.7 * box.kl
