@@ -4,14 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+RIVALS := .venv-rivals
+RIVALS_STAMP := $(RIVALS)/.installed
 
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench check clean
+.PHONY: help setup demo test test-all bench bench-rivals check clean
 
 help: ## show the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: $(STAMP) ## make .venv with everything the demos and tests need
 
@@ -31,10 +33,24 @@ test-all: $(STAMP) ## run all tests, those on real weights too
 	$(RUN) -m pytest -m ""
 
 bench: $(STAMP) ## measure quality and speed, refresh the README's tables
-	$(RUN) -m benchmarks.quality
 	$(RUN) -m benchmarks.decode
 	$(RUN) -m benchmarks.layer
+	$(RUN) -m benchmarks.breakdown
+	$(RUN) -m benchmarks.quality
+	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --name quality_equal
+	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
+	$(RUN) -m benchmarks.generation
 	$(RUN) -m benchmarks.readme
+
+bench-rivals: $(STAMP) $(RIVALS_STAMP) ## compare with methods that evict, in an environment of their own
+	$(RUN) -c "from demos.smollm2 import load_model; load_model()" # fills the cache that both read
+	$(RIVALS)/bin/python -m benchmarks.rivals.kvpress_quality
+	$(RUN) -m benchmarks.rivals.oval_quality
+
+$(RIVALS_STAMP): benchmarks/rivals/requirements.txt
+	$(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/python -m pip install --quiet -r $<
+	@touch $@
 
 check: $(STAMP) ## lint, check formatting and types, run the quick tests
 	$(RUN) -m ruff check
@@ -42,6 +58,6 @@ check: $(STAMP) ## lint, check formatting and types, run the quick tests
 	$(RUN) -m mypy
 	$(RUN) -m pytest
 
-clean: ## remove .venv and what the tools leave behind
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove the environments and what the tools leave behind
+	rm -rf $(VENV) $(RIVALS) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -111,15 +111,15 @@ def _costs(model: PreTrainedModel, filled: KeysValues, prefill_s: float) -> dict
 
 @torch.inference_mode()
 def _measure(model: PreTrainedModel, dtype: str, filled: KeysValues, context: int, batch: int, steps: int) -> Row:
-    states = [_resized(pair, context, batch) for pair in filled]
+    states = [resized(pair, context, batch) for pair in filled]
     room = context + steps + WARM_UP_ROUNDS + 8
     token = torch.full((batch, 1), 28)
-    paged_model = _twin(model)
+    paged_model = twin(model)
     with attach(paged_model, OvalConfig(stats_every=0)) as handle:
         variants: dict[str, Callable[[], object]] = {
-            "dynamic": _stepper(model, _fill(DynamicCache(config=model.config), states), token),
-            "static": _stepper(model, _fill(StaticCache(config=model.config, max_cache_len=room), states), token),
-            "oval": _stepper(paged_model, _fill(DynamicCache(config=model.config), states), token),
+            "dynamic": stepper(model, fill(DynamicCache(config=model.config), states), token),
+            "static": stepper(model, fill(StaticCache(config=model.config, max_cache_len=room), states), token),
+            "oval": stepper(paged_model, fill(DynamicCache(config=model.config), states), token),
         }
         seconds = time_in_turns(variants, steps)
         ratio = handle.stats()["read_ratio"]
@@ -128,7 +128,7 @@ def _measure(model: PreTrainedModel, dtype: str, filled: KeysValues, context: in
     return Row(dtype, context, batch, faster[0], faster[1], step_ms, ratio)
 
 
-def _resized(pair: tuple[Tensor, Tensor], context: int, batch: int) -> tuple[Tensor, Tensor]:
+def resized(pair: tuple[Tensor, Tensor], context: int, batch: int) -> tuple[Tensor, Tensor]:
     """Cut to `context` tokens, or go on with random ones of the same spread; repeat over the batch."""
     sized = []
     for states in pair:
@@ -143,17 +143,19 @@ def _resized(pair: tuple[Tensor, Tensor], context: int, batch: int) -> tuple[Ten
     return sized[0], sized[1]
 
 
-def _fill(cache: Cache, states: KeysValues) -> Cache:
+def fill(cache: Cache, states: KeysValues) -> Cache:
+    """Put keys and values of every layer into `cache`."""
     for index, (keys, values) in enumerate(states):
         cache.update(keys, values, index)
     return cache
 
 
-def _stepper(model: PreTrainedModel, cache: Cache, token: Tensor) -> Callable[[], object]:
+def stepper(model: PreTrainedModel, cache: Cache, token: Tensor) -> Callable[[], object]:
+    """A call that decodes one step of `token [B, 1]` over `cache`."""
     return lambda: model(token, cache=cache)
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def twin(model: PreTrainedModel) -> PreTrainedModel:
     """A second model over the same parameters, so that one can be attached while the other is not."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +20,22 @@ from transformers import PreTrainedModel
 
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
+from benchmarks.settings import BYTES_PER_ELEMENT, Setting, ablations, equal_bytes, frontier, quick
 from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
-from oval_core import OvalConfig
 
-BYTES_PER_ELEMENT = 2  # bfloat16
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to read the cache."""
-
-    router: str
-    page_size: int
-    budget_pages: int
-    rank: int = 4
-    shortlist_ratio: float = 0.25
-
-    def config(self) -> OvalConfig:
-        """The setting as a config that never skips paging."""
-        return OvalConfig(**asdict(self), stats_every=32)
+GROUPS = ("frontier", "equal", "ablation", "quick")
+_GROUPS_HELP = "settings: from few to many pages; OVAL and rivals at 12, 16 and 20 %% of the bytes; one choice changed"
+Plan = list[tuple[str, float | None, Setting]]  # group, share of the bytes that it was made for, setting
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result."""
+    """One line of the result; `step_ms` is the median of a decoding step, timed without taking turns."""
 
+    group: str
+    share: float | None
     text: str
     context: int
     router: str
@@ -53,93 +43,104 @@ class Row:
     budget_pages: int
     rank: int
     shortlist_ratio: float
+    estimate_tail: str
+    pages_read_mean: float
     bytes_ratio: float
     kl: float
     top1: float
     ppl_ratio: float
     hit_rate: float | None
-
-
-SETTINGS = (
-    *(Setting("basis", 16, budget) for budget in (12, 18, 24, 48, 96)),
-    Setting("basis", 16, 24, rank=2),
-    Setting("basis", 16, 24, shortlist_ratio=0.15),
-    Setting("basis", 32, 12, rank=8),
-    Setting("basis", 8, 24, rank=2),
-    *(Setting("quest", 16, budget) for budget in (36, 48)),
-    *(Setting("box", 16, budget) for budget in (36, 48, 72, 96)),
-    *(Setting("mean", 16, budget) for budget in (36, 72)),
-    *(Setting("oracle", 16, budget) for budget in (24, 48)),
-    *(Setting(router, 16, 48) for router in ("window", "random")),
-    *(Setting(router, 32, 24) for router in ("quest", "box", "window")),
-)
-QUICK = (Setting("basis", 16, 12), Setting("box", 16, 12), Setting("random", 16, 12))
+    step_ms: float
+    is_compiled: bool
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; see `--help`."""
     options = _parse(arguments)
     model, tokenizer = load_model(options.model)
-    settings = QUICK if options.quick else SETTINGS
-    work = options.context + (options.positions + 1) * len(settings)
     rows: list[Row] = []
+    plans = {context: _plan(options, context, model) for context in options.contexts}
+    work = sum(context + (options.positions + 1) * len(plan) for context, plan in plans.items())
     with tqdm(total=work * len(options.texts), unit="token") as progress:
-        for text in options.texts:
-            tokens = tokenizer(load_text(text), return_tensors="pt", verbose=False).input_ids[:, : options.context]
+        for text, context in product(options.texts, options.contexts):
+            tokens = tokenizer(load_text(text), return_tensors="pt", verbose=False).input_ids[:, :context]
             progress.set_description(f"{text}: dense")
             prefix = prefill(model, tokens, options.positions, progress.update)
-            for setting in settings:
+            for group, share, setting in plans[context]:
                 progress.set_description(f"{text}: {setting.router}/{setting.budget_pages}")
                 result = compare(model, prefix, setting.config(), progress.update)
-                rows.append(_row(text, setting, prefix, result, model))
-    _report(rows, options, model)
+                rows.append(_row(group, share, text, setting, prefix, result, _head_dim(model)))
+                tqdm.write(_line(rows[-1]))
+    _report(rows, options)
+
+
+def _plan(options: argparse.Namespace, context: int, model: PreTrainedModel) -> Plan:
+    groups: dict[str, Plan] = {
+        "quick": [("quick", None, setting) for setting in quick()],
+        "frontier": [("frontier", None, setting) for setting in frontier()],
+        "equal": [("equal", share, setting) for share, setting in equal_bytes(context, _head_dim(model))],
+        "ablation": [("ablation", None, setting) for setting in ablations()],
+    }
+    return [entry for name in options.groups for entry in groups[name]]
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=["reference", "novel"])
-    parser.add_argument("--context", type=int, default=6144, help="tokens of each text (default: %(default)s)")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[6144], help="tokens of each text (default: 6144)")
     parser.add_argument("--positions", type=int, default=96, help="last positions compared (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="three settings only")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["frontier"], help=_GROUPS_HELP)
+    parser.add_argument("--name", default="quality", help="of the JSON and the plot (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where JSON and plot go")
     options = parser.parse_args(arguments)
     options.command = command_line("quality", arguments)
     return options
 
 
-def _row(text: str, setting: Setting, prefix: Prefix, result: Comparison, model: PreTrainedModel) -> Row:
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _row(
+    group: str, share: float | None, text: str, setting: Setting, prefix: Prefix, result: Comparison, head_dim: int
+) -> Row:
     token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
     context = prefix.tokens.shape[1]
-    exact = result.stats["pages_read_mean"] * setting.page_size * token_bytes
+    pages_read = result.stats["pages_read_mean"] or context / setting.page_size  # None: the budget covered every page
+    exact = pages_read * setting.page_size * token_bytes
     return Row(
+        group=group,
+        share=share,
         text=text,
         context=context,
         **asdict(setting),
+        pages_read_mean=pages_read,
         bytes_ratio=(exact + result.metadata_bytes) / (context * token_bytes),
         kl=result.kl,
         top1=result.top1,
         ppl_ratio=result.ppl_ratio,
         hit_rate=result.stats["route_hit_rate"],
+        step_ms=result.step_ms,
+        is_compiled=result.is_compiled,
     )
 
 
-def _report(rows: list[Row], options: argparse.Namespace, model: PreTrainedModel) -> None:
-    """Print the table, write plot and JSON, print the JSON line."""
+def _head_dim(model: PreTrainedModel) -> int:
+    config = model.config
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.text:10} {row.context:6} {row.router:12} page {row.page_size:3} rank {row.rank} of "
+        f"{row.shortlist_ratio:.0%}: {row.pages_read_mean:6.1f} pages {row.bytes_ratio:6.1%}  KL {row.kl:.4f}  "
+        f"top-1 {row.top1:.3f}  perplexity {row.ppl_ratio:.3f}  {row.step_ms:.0f} ms"
+    )
+
+
+def _report(rows: list[Row], options: argparse.Namespace) -> None:
+    """Write plot and JSON, print the JSON line."""
     from benchmarks.quality_plot import plot_quality
 
-    print(
-        f"{'text':10} {'router':7} {'page':>4} {'rank':>4} {'budget':>6} {'bytes':>7} {'KL':>8} {'top-1':>6} {'ppl':>6}"
-    )
-    for row in sorted(rows, key=lambda row: (row.text, row.router, row.bytes_ratio)):
-        print(
-            f"{row.text:10} {row.router:7} {row.page_size:4} {row.rank:4} {row.budget_pages:6} {row.bytes_ratio:7.1%} "
-            f"{row.kl:8.4f} {row.top1:6.3f} {row.ppl_ratio:6.3f}"
-        )
     result: dict[str, Any] = {
-        "benchmark": "quality",
+        "benchmark": options.name,
         "command": options.command,
         "model": options.model or "SmolLM2-135M-Instruct (Q4_1 weights, float32 arithmetic)",
         "positions": options.positions,
@@ -147,7 +148,7 @@ def _report(rows: list[Row], options: argparse.Namespace, model: PreTrainedModel
         "rows": [asdict(row) for row in rows],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    plot_quality(result["rows"], options.out / "quality.png")
+    plot_quality(result["rows"], options.out / f"{options.name}.png")
     publish(result, options.out)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
-from typing import Any
+
+from benchmarks.generation_tables import generation_table
+from benchmarks.markdown import Result, source, table
+from benchmarks.quality_tables import quality_ablation_table, quality_equal_table, quality_table
 
 MEASUREMENTS = Path("docs/measurements")
-Result = dict[str, Any]
-SETTING = ("router", "page_size", "rank", "shortlist_ratio", "budget_pages")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,23 +34,6 @@ def _replace(text: str, name: str, table: str) -> str:
     if not pattern.search(text):
         raise ValueError(f"expected a section <!-- {name} --> ... <!-- /{name} --> in the README, found none")
     return pattern.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
-
-
-def quality_table(result: Result) -> str:
-    """Mean over the texts, one line a setting."""
-    rows = result["rows"]
-    grouped: dict[tuple[Any, ...], list[Result]] = {}
-    for row in rows:
-        grouped.setdefault(tuple(row[key] for key in SETTING), []).append(row)
-    lines = []
-    for (router, page_size, rank, ratio, budget), same in grouped.items():
-        name = f"basis r={rank} on {ratio:.0%}" if router == "basis" else router
-        share, kl, top1, ppl = (mean(r[key] for r in same) for key in ("bytes_ratio", "kl", "top1", "ppl_ratio"))
-        lines.append((name, page_size, budget, f"{share:.1%}", f"{kl:.4f}", f"{top1:.3f}", f"{ppl:.3f}"))
-    texts = ", ".join(dict.fromkeys(row["text"] for row in rows))
-    head = ("router", "page size", "pages read", "bytes / dense", "KL to dense", "top-1 agrees", "perplexity ratio")
-    note = f"{rows[0]['context']:,} tokens, last {result['positions']} positions, mean of the texts: {texts}."
-    return f"{_table(head, lines)}\n\n{_source(result)} {note}"
 
 
 def decode_table(result: Result) -> str:
@@ -80,7 +63,7 @@ def decode_table(result: Result) -> str:
         f"Summarising all pages takes {result['prefill_overhead']:.1%} of the prefill's time; bases take "
         f"{result['basis_bytes_ratio']:.1%} of the bytes of keys and values (first dtype)."
     )
-    return f"{_table(head, lines)}\n\n{_source(result)} {costs}"
+    return f"{table(head, lines)}\n\n{source(result)} {costs}"
 
 
 def layer_table(result: Result) -> str:
@@ -109,23 +92,29 @@ def layer_table(result: Result) -> str:
         "slower than floor",
     )
     bandwidth = f"Floor: bytes read over {result['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, what a large copy reaches."
-    return f"{_table(head, lines)}\n\n{_source(result)} {bandwidth}"
+    return f"{table(head, lines)}\n\n{source(result)} {bandwidth}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    cells = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in cells)
+def breakdown_table(result: Result) -> str:
+    """One line a part of the step, two columns a router and context: milliseconds and share."""
+    rows = result["rows"]
+    columns = list(dict.fromkeys((row["router"], row["context"]) for row in rows))
+    cells = {(row["part"], row["router"], row["context"]): f"{row['ms']:.1f} ({row['share']:.0%})" for row in rows}
+    parts = dict.fromkeys(row["part"] for row in rows)
+    lines = [(part, *(cells.get((part, *column), "–") for column in columns)) for part in parts]
+    head = ("milliseconds a step", *(f"{router}, {context:,}" for router, context in columns))
+    return f"{table(head, lines)}\n\n{source(result)}"
 
 
-def _source(result: Result) -> str:
-    machine = result["machine"]
-    return (
-        f"`{result['command']}` on {machine['cpu']}, {machine['threads']} threads, "
-        f"{machine['simd']}, torch {machine['torch']}, transformers {machine['transformers']}."
-    )
-
-
-TABLES: dict[str, Callable[[Result], str]] = {"quality": quality_table, "decode": decode_table, "layer": layer_table}
+TABLES: dict[str, Callable[[Result], str]] = {
+    "quality": quality_table,
+    "quality_equal": quality_equal_table,
+    "quality_ablation": quality_ablation_table,
+    "generation": generation_table,
+    "decode": decode_table,
+    "layer": layer_table,
+    "breakdown": breakdown_table,
+}
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from oval_core import OvalConfig, attach
+from benchmarks.differences import differences
+from oval_core import OvalConfig, attach, kernels
 
 PREFILL_CHUNK_TOKENS = 1024
 WARM_UP_TOKENS = 1  # the first step over a taken-over cache is dense: its pages are sealed at the second
@@ -46,6 +49,9 @@ class Comparison:
         ppl_ratio: perplexity of the true next tokens over the dense model's.
         stats: what `handle.stats()` said.
         metadata_bytes: of one KV head and step, page features counted as bfloat16.
+        logits: the run's, float32 `[positions, vocabulary]`.
+        step_ms: median of a step.
+        is_compiled: whether selecting and reading ran as compiled code.
     """
 
     kl: float
@@ -53,6 +59,9 @@ class Comparison:
     ppl_ratio: float
     stats: dict[str, Any]
     metadata_bytes: int
+    logits: Tensor
+    step_ms: float
+    is_compiled: bool
 
 
 @torch.inference_mode()
@@ -63,7 +72,7 @@ def prefill(model: PreTrainedModel, tokens: Tensor, positions: int, advance: Cal
     for chunk in tokens[:, :split].split(PREFILL_CHUNK_TOKENS, dim=1):
         model(chunk, cache=cache, logits_to_keep=1)
         advance(chunk.shape[1])
-    logits = model(tokens[:, split:], cache=_shared(model, cache)).logits[0, WARM_UP_TOKENS:]
+    logits = model(tokens[:, split:], cache=shared(model, cache)).logits[0, WARM_UP_TOKENS:]
     advance(tokens.shape[1] - split)
     return Prefix(tokens, cache, logits.float())
 
@@ -71,19 +80,24 @@ def prefill(model: PreTrainedModel, tokens: Tensor, positions: int, advance: Cal
 @torch.inference_mode()
 def compare(model: PreTrainedModel, prefix: Prefix, config: OvalConfig, advance: Callable[[int], object]) -> Comparison:
     """Read the last positions of `prefix` under `config`, token by token."""
-    cache = _shared(model, prefix.cache)
+    cache = shared(model, prefix.cache)
     last = prefix.tokens[:, -prefix.positions - WARM_UP_TOKENS :]
-    rows = []
+    rows, seconds = [], []
     with attach(model, config) as handle:
         for token in last.split(1, dim=1):
+            begin = time.perf_counter()
             rows.append(model(token, cache=cache).logits[0, -1].float())
+            seconds.append(time.perf_counter() - begin)
             advance(1)
         stats = handle.stats()
-    kl, top1, ppl_ratio = _differences(prefix, torch.stack(rows[WARM_UP_TOKENS:]))
-    return Comparison(kl, top1, ppl_ratio, stats, _metadata_bytes(cache))
+    logits = torch.stack(rows[WARM_UP_TOKENS:])
+    truth = prefix.tokens[0, prefix.tokens.shape[1] - prefix.positions + 1 :]
+    different = differences(prefix.logits, logits, truth)
+    step_ms = 1e3 * statistics.median(seconds)
+    return Comparison(*different, stats, _metadata_bytes(cache), logits, step_ms, _is_compiled(cache, handle.impl))
 
 
-def _shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
+def shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
     """A cache that starts with the same tokens; neither `update` nor taking over writes to the shared tensors."""
     copy = DynamicCache(config=model.config)
     layers: list[tuple[Any, Any]] = list(zip(copy.layers, cache.layers, strict=True))
@@ -93,14 +107,9 @@ def _shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
     return copy
 
 
-def _differences(prefix: Prefix, logits: Tensor) -> tuple[float, float, float]:
-    """KL, top-1 agreement and perplexity ratio."""
-    dense, run = prefix.logits.log_softmax(-1), logits.log_softmax(-1)
-    kl = (dense.exp() * (dense - run)).sum(-1).mean()
-    top1 = (dense.argmax(-1) == run.argmax(-1)).float().mean()
-    truth = prefix.tokens[0, -prefix.positions + 1 :, None]  # the last position has no next token
-    nll = [(-rows[:-1].gather(-1, truth)).mean() for rows in (run, dense)]
-    return kl.item(), top1.item(), (nll[0] - nll[1]).exp().item()
+def _is_compiled(cache: DynamicCache, impl: str) -> bool:
+    layer: Any = cache.layers[-1]
+    return type(layer.router) in getattr(kernels.load(impl), "FUSED_ROUTERS", ())
 
 
 def _metadata_bytes(cache: DynamicCache) -> int:

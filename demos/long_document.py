@@ -29,11 +29,10 @@ MIB = 1024**2
 def main(arguments: list[str] | None = None) -> None:
     """Run the demo; see `--help`."""
     options = _parse(arguments)
-    config = options.config
     model, tokenizer = load_model(options.model)
     prompt = _prompt(tokenizer, options)
     dense = generate(model, prompt, options.new_tokens, "dense")
-    with attach(model, config) as handle, handle.trace() as trace:
+    with attach(model, options.config) as handle, handle.trace() as trace:
         oval = generate(model, prompt, options.new_tokens, "OVAL")
         stats = handle.stats()
     _show(Console(), tokenizer, prompt, dense, oval, stats)
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"No page was skipped, so there is no picture: {stats['dense_steps']}")
         return
     options.picture.parent.mkdir(parents=True, exist_ok=True)
-    title = f"{prompt.shape[1]:,} tokens, {config.budget_pages} pages of {config.page_size} read exactly"
+    title = f"{prompt.shape[1]:,} tokens, {handle.config.budget_pages} pages of {handle.config.page_size} read exactly"
     draw_page_map(trace, options.picture, title)
     print(f"Which pages each token read: {options.picture}")
 
@@ -53,7 +52,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--question", help="ask this about the text instead of continuing it")
     parser.add_argument("--context", type=_positive, default=6000, help="tokens to read (default: %(default)s)")
     parser.add_argument("--new-tokens", type=_positive, default=64, help="tokens to write (default: %(default)s)")
-    parser.add_argument("--budget-pages", type=_positive, help="pages of 16 tokens read exactly (default: 48)")
+    parser.add_argument(
+        "--budget-pages", type=_positive, help="pages of 16 tokens to read exactly (default: OVAL's own)"
+    )
     parser.add_argument("--picture", type=Path, default=Path("results/long_document.png"), help="PNG to write")
     options = parser.parse_args(arguments)
     try:

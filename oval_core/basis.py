@@ -20,6 +20,7 @@ from oval_core.memory import take
 
 SUBSPACE_ITERATIONS = 6
 RIDGE = 1e-3
+NEARLY_DEPENDENT = 1e-6  # added to the squared lengths, so that dependent directions do no harm
 NEGLIGIBLE = 1e-4  # a direction that keeps less than this share of its length when orthogonalised is rounding noise
 
 
@@ -193,10 +194,17 @@ def leading_directions(deviation: Tensor, rank: int) -> Tensor:
     token = torch.arange(size, device=deviation.device, dtype=deviation.dtype) + 0.5
     wave = torch.arange(1, rank + 1, device=deviation.device, dtype=deviation.dtype)[:, None]
     mixtures = torch.cos(math.pi / size * wave * token)  # start from smooth mixtures: one row could be an unlucky pick
-    basis = _orthonormal_rows(mixtures @ deviation)
-    for _ in range(SUBSPACE_ITERATIONS):
-        basis = _orthonormal_rows((basis @ deviation.mT) @ deviation)
-    return basis
+    basis = _spread_rows(mixtures @ deviation)
+    for _ in range(SUBSPACE_ITERATIONS - 1):
+        basis = _spread_rows((basis @ deviation.mT) @ deviation)
+    return _orthonormal_rows((basis @ deviation.mT) @ deviation)
+
+
+def _spread_rows(rows: Tensor) -> Tensor:
+    """Nearly orthonormal rows with the span of `rows [..., r, D]`, in few operations: one Cholesky factor."""
+    rows = rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    gram = rows @ rows.mT + NEARLY_DEPENDENT * torch.eye(rows.shape[-2], device=rows.device, dtype=rows.dtype)
+    return torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram).L, rows, upper=False)
 
 
 def _orthonormal_rows(rows: Tensor) -> Tensor:

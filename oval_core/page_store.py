@@ -94,8 +94,8 @@ class PageStore:
         if self.num_tokens + added > self.capacity_tokens:
             self._grow(self.num_tokens + added)
         for rows, length in self._row_slices():
-            self._keys[rows].narrow(2, length, added).copy_(keys[rows])
-            self._values[rows].narrow(2, length, added).copy_(values[rows])
+            self._keys[rows, :, length : length + added] = keys[rows]
+            self._values[rows, :, length : length + added] = values[rows]
             if self.visible is not None:
                 self.visible[rows, length : length + added] = True
         self.lengths = [length + added for length in self.lengths]

@@ -70,25 +70,26 @@ def cascade(query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float
     Returns: float32 `[B, H, G, Q, D_v]`, and the selection (its tail is already inside the output).
     """
     batch, heads, group, queries, _ = query.shape
-    tokens, (table, most_pages) = _tokens(layer), _table(layer)
-    out = torch.empty(batch, heads, group, queries, tokens.values.shape[3], dtype=torch.float32)
-    picked = torch.zeros(batch, heads, most_pages, dtype=torch.long)
-    valid = torch.zeros(picked.shape, dtype=torch.bool)
+    tokens, (table, bases, choices, most_pages) = _tokens(layer), _pages(layer)
+    rows = (batch, heads, group * queries, -1)
+    out = np.empty((*rows[:3], tokens.values.shape[3]), np.float32)
+    picked, valid = np.zeros((batch, heads, most_pages), np.int64), np.zeros((batch, heads, most_pages), np.bool_)
     threads = min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
     numba.set_num_threads(threads)
-    rows = (batch, heads, group * queries, -1)
     loops.cascade(
         loops.Query(query.reshape(rows).contiguous().numpy(), _tail_mask(layer, table, mask, group, queries)),
         tokens,
         table,
-        _bases(layer),
-        _choices(layer, scaling),
+        bases,
+        choices,
+        np.float32(scaling),
         threads // math.gcd(threads, batch * heads),  # the fewest parts that keep all threads equally busy
-        out.view(rows).numpy(),
-        picked.numpy(),
-        valid.numpy(),
+        out,
+        picked,
+        valid,
     )
-    return out, Selection(picked, valid)
+    result = torch.from_numpy(out).view(batch, heads, group, queries, -1)
+    return result, Selection(torch.from_numpy(picked), torch.from_numpy(valid))
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -103,31 +104,17 @@ def warm_up(dtype: torch.dtype) -> None:
     for tokens in (16, 1):
         layer.update(torch.zeros(1, 1, tokens, 8, dtype=dtype), torch.zeros(1, 1, tokens, 8, dtype=dtype))
         layer.attended(None)
+    threads = torch.get_num_threads()
     notice = threading.Timer(MESSAGE_AFTER_S, lambda: print(_COMPILING, file=sys.stderr, flush=True))
     notice.start()
     try:
         cascade(torch.zeros(1, 1, 1, 1, 8, dtype=torch.float32), layer, None, 1.0)
     finally:
         notice.cancel()
+        torch.set_num_threads(threads)  # Numba's first parallel call sets it to all cores
 
 
 _COMPILING = "OVAL: compiling the CPU kernels (about a minute, once; later processes load them from disk) ..."
-
-
-def _choices(layer: OvalLayer, scaling: float) -> loops.Choices:
-    router, config = layer.router, layer.config
-    refine = isinstance(router, BasisRouter)
-    tail = isinstance(router, BasisRouter) and router.estimate_tail
-    return loops.Choices(np.float32(scaling), config.sink_pages, config.window_pages, refine, tail)
-
-
-def _bases(layer: OvalLayer) -> loops.Bases:
-    derived = layer.pages.derived
-    if "cpu_bases" not in derived:
-        tensors = layer.pages.basis.tensors()
-        derived["cpu_bases"] = loops.Bases(*(tensors[name].numpy() for name in loops.Bases._fields))
-    bases: loops.Bases = derived["cpu_bases"]
-    return bases
 
 
 def _tokens(layer: OvalLayer) -> loops.Tokens:
@@ -140,31 +127,42 @@ def _tokens(layer: OvalLayer) -> loops.Tokens:
     return tokens
 
 
-def _table(layer: OvalLayer) -> tuple[loops.Table, int]:
-    """The page tables, and the most pages that any row reads."""
-    derived, tables = layer.pages.derived, layer.tables
-    if "cpu_table" not in derived:
-        derived["cpu_table"] = _new_table(layer)
-    table: loops.Table = derived["cpu_table"][0]
-    table.sealed_end[:] = [row.sealed_end for row in tables]
-    table.ends[:] = layer.store.lengths
-    return table, derived["cpu_table"][1]
+def _pages(layer: OvalLayer) -> tuple[loops.Table, loops.Bases, loops.Choices, int]:
+    """The page tables, the bases, how to choose, and the most sealed pages that any row reads."""
+    derived = layer.pages.derived
+    if "cpu" not in derived:
+        table = _new_table(layer)
+        derived["cpu"] = table, _bases(layer), _choices(layer), int(table.budget.max())
+    pages: tuple[loops.Table, loops.Bases, loops.Choices, int] = derived["cpu"]
+    pages[0].sealed_end[:] = [row.sealed_end for row in layer.tables]
+    pages[0].ends[:] = layer.store.lengths
+    return pages
 
 
-def _new_table(layer: OvalLayer) -> tuple[loops.Table, int]:
+def _new_table(layer: OvalLayer) -> loops.Table:
     config, counts = layer.config, layer.pages.counts
-    budget = [config.budget_for(count) - 1 for count in counts]
-    table = loops.Table(
+    return loops.Table(
         layer.pages.starts.numpy(),
         layer.pages.lengths.numpy(),
         np.array(counts),
-        np.array(budget),
+        np.array([config.budget_for(count) - 1 for count in counts]),
         np.array([config.shortlist_for(count) for count in counts]),
         layer.pages.mean_value_norm.numpy(),
         sealed_end=np.zeros(len(counts), np.int64),
         ends=np.zeros(len(counts), np.int64),
     )
-    return table, max(budget)
+
+
+def _bases(layer: OvalLayer) -> loops.Bases:
+    tensors = layer.pages.basis.tensors()
+    return loops.Bases(*(tensors[name].numpy() for name in loops.Bases._fields))
+
+
+def _choices(layer: OvalLayer) -> loops.Choices:
+    router, config = layer.router, layer.config
+    refine = isinstance(router, BasisRouter)
+    tail = isinstance(router, BasisRouter) and router.estimate_tail
+    return loops.Choices(config.sink_pages, config.window_pages, refine, tail)
 
 
 def _tail_mask(layer: OvalLayer, table: loops.Table, mask: Tensor | None, group: int, queries: int) -> np.ndarray:

@@ -60,9 +60,8 @@ class Table(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Softmax scale, pages that are always read, whether bases are evaluated, whether pages not read contribute."""
+    """Pages that are always read, whether bases are evaluated, whether pages that are not read contribute."""
 
-    scaling: Any
     sinks: Any
     window: Any
     refine: Any
@@ -493,12 +492,12 @@ def _raise_most(read, lse, out, most, mass):
 
 
 @njit(fastmath=True)
-def _score(b, h, part, parts, query, table, bases, choices, coarse):
+def _score(b, h, part, parts, query, table, bases, choices, scaling, coarse):
     """First stage of one part: coarse shares of its pages."""
     count = table.counts[b]
     first, last = count * part // parts, count * (part + 1) // parts
     shares = coarse.shares[b, h]
-    _coarse(query.rows[b, h], b, h, bases, choices.scaling, first, last, shares)
+    _coarse(query.rows[b, h], b, h, bases, scaling, first, last, shares)
     for r in range(shares.shape[0]):
         own = shares[r, first:last]
         coarse.most[b, h, part, r] = _most(own, last - first)
@@ -514,21 +513,21 @@ def _best(b, h, parts, wanted, table, bases, choices, coarse, listed):
 
 
 @njit(fastmath=True)
-def _evaluate(b, h, part, parts, query, table, bases, choices, coarse, short):
+def _evaluate(b, h, part, parts, query, table, bases, choices, scaling, coarse, short):
     """Second stage of one part: its share of the shortlist."""
     listed = np.empty(table.shortlist[b], np.int64)
     length = _best(b, h, parts, table.shortlist[b], table, bases, choices, coarse, listed)
     first, last = length * part // parts, length * (part + 1) // parts
     lse, moved = short.lse[b, h, :, first:last], short.moved[b, h, :, first:last]
-    _basis(query.rows[b, h], b, h, bases, choices.scaling, listed[first:last], lse, moved)
+    _basis(query.rows[b, h], b, h, bases, scaling, listed[first:last], lse, moved)
     short.pages[b, h, first:last] = listed[first:last]
     short.lengths[b, h, part] = length
 
 
 @njit(fastmath=True)
-def _select(b, h, query, table, bases, choices, pages, lse, read, chosen):
+def _select(b, h, query, table, bases, choices, scaling, pages, lse, read, chosen):
     """Tier 3 for one KV head: marks what is `read` in the shortlist, lists the `chosen` pages, returns how many."""
-    impact = _impact(query.rows[b, h], b, h, bases, choices.scaling, table.value_norm[b], pages, lse)
+    impact = _impact(query.rows[b, h], b, h, bases, scaling, table.value_norm[b], pages, lse)
     for j in range(pages.shape[0]):
         if pages[j] < choices.sinks or pages[j] >= table.counts[b] - choices.window:
             impact[j] = FORCED
@@ -540,13 +539,13 @@ def _select(b, h, query, table, bases, choices, pages, lse, read, chosen):
 
 
 @njit(fastmath=True)
-def _finish(b, h, part, parts, query, tokens, table, bases, choices, coarse, short, sums, picked, valid):
+def _finish(b, h, part, parts, query, tokens, table, bases, choices, scaling, coarse, short, sums, picked, valid):
     """Last stage of one part: the selection (again made by each part), exact attention and the estimated tail."""
     length = short.lengths[b, h, part] if choices.refine else 0
     pages, lse = short.pages[b, h, :length], short.lse[b, h, :, :length]
     chosen, read = np.empty(table.budget[b], np.int64), np.zeros(length, np.bool_)
     if choices.refine:
-        count = _select(b, h, query, table, bases, choices, pages, lse, read, chosen)
+        count = _select(b, h, query, table, bases, choices, scaling, pages, lse, read, chosen)
     else:
         count = _best(b, h, parts, table.budget[b], table, bases, choices, coarse, chosen)
     if part == 0:
@@ -556,7 +555,7 @@ def _finish(b, h, part, parts, query, tokens, table, bases, choices, coarse, sho
     room = (count // parts + 1) * bases.coefficients.shape[4] + table.ends[b] - table.sealed_end[b]
     positions = np.empty(room + BLOCK, np.int64)
     found = _token_list(b, tokens, table, chosen[:count], part, parts, positions)
-    _read(query, b, h, tokens, table.sealed_end[b], choices.scaling, positions, found, out, most, mass)
+    _read(query, b, h, tokens, table.sealed_end[b], scaling, positions, found, out, most, mass)
     if choices.refine and choices.tail:
         first, last = length * part // parts, length * (part + 1) // parts
         lse, moved = lse[:, first:last], short.moved[b, h, :, first:last]
@@ -564,19 +563,19 @@ def _finish(b, h, part, parts, query, tokens, table, bases, choices, coarse, sho
 
 
 @njit(parallel=True, fastmath=True, cache=True)
-def _all_parts(query, tokens, table, bases, choices, parts, coarse, short, sums, picked, valid):
+def _all_parts(query, tokens, table, bases, choices, scaling, parts, coarse, short, sums, picked, valid):
     """All parts of all KV heads; they wait for each other between the stages."""
     batch, heads = query.rows.shape[:2]
     for item in prange(batch * heads * parts):
         b, h, part = item // parts // heads, item // parts % heads, item % parts
-        _score(b, h, part, parts, query, table, bases, choices, coarse)
+        _score(b, h, part, parts, query, table, bases, choices, scaling, coarse)
     if choices.refine:
         for item in prange(batch * heads * parts):
             b, h, part = item // parts // heads, item // parts % heads, item % parts
-            _evaluate(b, h, part, parts, query, table, bases, choices, coarse, short)
+            _evaluate(b, h, part, parts, query, table, bases, choices, scaling, coarse, short)
     for item in prange(batch * heads * parts):
         b, h, part = item // parts // heads, item // parts % heads, item % parts
-        _finish(b, h, part, parts, query, tokens, table, bases, choices, coarse, short, sums, picked, valid)
+        _finish(b, h, part, parts, query, tokens, table, bases, choices, scaling, coarse, short, sums, picked, valid)
 
 
 @njit(fastmath=True)
@@ -597,11 +596,12 @@ def _merge_all(sums, out):
 
 
 @njit(cache=True)
-def cascade(query, tokens, table, bases, choices, parts, out, picked, valid):
+def cascade(query, tokens, table, bases, choices, scaling, parts, out, picked, valid):
     """One decoding step of one layer.
 
     Args:
         query, tokens, table, bases, choices: see their classes.
+        scaling: float32, the softmax scale.
         parts: pieces that every (row, KV head) is cut into.
         out: filled, float32 `[B, H, R, D_v]`.
         picked, valid: filled, int64 and bool `[B, H, K]`, zeros before.
@@ -624,5 +624,5 @@ def cascade(query, tokens, table, bases, choices, parts, out, picked, valid):
         np.full((batch, heads, parts, rows), NOTHING, np.float32),
         np.zeros((batch, heads, parts, rows), np.float32),
     )
-    _all_parts(query, tokens, table, bases, choices, parts, coarse, short, sums, picked, valid)
+    _all_parts(query, tokens, table, bases, choices, scaling, parts, coarse, short, sums, picked, valid)
     _merge_all(sums, out)

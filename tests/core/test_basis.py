@@ -265,3 +265,19 @@ def test_gather_may_differ_by_head() -> None:
     for row, head, slot in torch.cartesian_prod(*map(torch.arange, (2, 3, 4))).tolist():
         page = int(pages[row, head, slot])
         assert torch.equal(picked.coefficients[row, head, slot], basis.coefficients[row, head, page])
+
+
+def test_rank_0_keeps_the_coarse_part_alone() -> None:
+    keys, values = random_page()
+    coarse, whole = build_basis(keys, values, None, 0), build_basis(keys, values, None, 3)
+    for name in ("centroid", "centroid_scale", "radius", "radius_scale", "tokens", "value_norm"):
+        assert torch.equal(getattr(coarse, name), getattr(whole, name)), name
+    room = PageBasis.empty(2, 3, 16, 0, (12, 8), torch.device("cpu")).grown(5)
+    room.write(slice(None), 0, coarse)
+    assert torch.equal(room.centroid, whole.centroid)
+    assert room.directions.numel() == room.coefficients.numel() == room.value_offset.numel() == 0
+
+
+def test_no_mask_means_every_token() -> None:
+    keys, values = random_page()
+    assert_equal(build_basis(keys, values, None, 3), build_basis(keys, values, everything(), 3))

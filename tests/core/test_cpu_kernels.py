@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -177,3 +180,11 @@ def test_what_it_cannot_do_is_counted() -> None:
         assert stats["impl_fallbacks"] == {reason: 1}
     half = layer_of(config, 1, 2, (16, 16), (140, 1), torch.float16)
     assert run("cpu", half, query.half())[1]["impl_fallbacks"] == {"torch.float16 cache": 1}
+
+
+def test_the_number_of_threads_stays_what_the_user_chose() -> None:
+    """Numba's first parallel call asks OpenMP, which torch shares, for all cores."""
+    code = "import torch; from oval_core.kernels import cpu; cpu.warm_up(torch.float32); print(torch.get_num_threads())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == "1"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from oval_core.routers import ROUTERS
+from oval_core import pages_read
+from oval_core.pages_read import PagesRead
+from oval_core.routers import ROUTERS, Selection
 from oval_core.stats import Recorder, TraceEntry
 from tests.core.scenes import DIM, HEADS, VALUE_DIM, Attention, Tokens, filled, random_tokens, small_config
 
@@ -169,3 +171,18 @@ def test_reset_starts_a_new_generation() -> None:
     attention = filled(small_config(), random_tokens(1, 81))
     attention.recorder.reset()
     assert attention.recorder.report() == Recorder(small_config()).report()
+
+
+def test_selections_counted_together_are_those_counted_one_by_one() -> None:
+    tokens = random_tokens(1, 200)
+    attention = filled(small_config(router="random", stats_every=0), tokens.part(0, 100))
+    few, many = PagesRead(), PagesRead()
+    for step in range(3 * pages_read.SELECTIONS_AT_ONCE // 2):
+        shape = (1, 2, 2 + step // 50)  # a budget that grows on the way
+        chosen = torch.stack([torch.randperm(12)[: shape[2]] for _ in range(2)])[None]
+        selection = Selection(chosen, torch.rand(shape) < 0.9)
+        for counter in (few, many):
+            counter.add(attention.layer, selection)
+        assert few.num_pages >= 0  # asking counts what is pending
+    assert (few.num_pages, few.num_tokens, few.share) == (many.num_pages, many.num_tokens, many.share)
+    assert few.num_tokens == 8 * few.num_pages

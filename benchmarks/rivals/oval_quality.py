@@ -1,0 +1,120 @@
+"""OVAL on questions that come late, with budgets that read about as much as `kvpress_quality` keeps.
+
+The last positions of long texts are measured by `benchmarks.quality`. Bytes are counted as there: keys, values and page
+features as bfloat16, bases as int8, all metadata included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from benchmarks.machine import command_line, describe_machine, publish
+from benchmarks.readme import MEASUREMENTS
+from benchmarks.rivals.late_questions import MAX_PROMPTS, LateQuestions, make_prompt, score_answers
+from benchmarks.teacher_forcing import Comparison, compare, prefill
+from demos.smollm2 import load_model
+from oval_core import OvalConfig
+
+Row = dict[str, Any]
+Advance = Callable[[int], object]
+PAGE_TOKENS = 16
+LEAST_PAGES = 3  # sink, window and open page
+BYTES_PER_ELEMENT = 2  # bfloat16
+METADATA_SHARES = {"box": 0.034, "basis": 0.077}  # of the dense bytes, about; rows hold what was really read
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark; see `--help`."""
+    options = _parse(arguments)
+    model, tokenizer = load_model(options.model)
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return tokens
+
+    prompts = [make_prompt(encode, index, options.context) for index in range(options.prompts)]
+    runs = len(options.routers) * len(options.kept)
+    work = sum(len(prompt.prefix) + len(prompt.suffix) * (runs + 1) + runs for prompt in prompts)
+    rows: list[Row] = []
+    with tqdm(total=work, unit="token") as progress:
+        for index, prompt in enumerate(prompts):
+            progress.set_description(f"late questions {index}")
+            rows += _rows(model, index, prompt, options, progress.update)
+    _report(rows, options)
+
+
+def budget_for(router: str, share: float, context: int) -> int:
+    """Pages to read exactly, so that these and the metadata take about `share` of the bytes of `context` tokens."""
+    return max(LEAST_PAGES, round((share - METADATA_SHARES[router]) * context / PAGE_TOKENS))
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals.oval_quality", description=__doc__)
+    parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--prompts", type=int, default=4, help=f"late questions, 1 to {MAX_PROMPTS} (default: 4)")
+    parser.add_argument("--context", type=int, default=6144, help="tokens of a passage (default: %(default)s)")
+    routers = list(METADATA_SHARES)
+    parser.add_argument("--routers", nargs="+", choices=routers, default=routers, help="routers (default: all)")
+    kept = [0.12, 0.16, 0.2, 0.28, 0.5]
+    parser.add_argument("--kept", nargs="+", type=float, default=kept, help="shares of the bytes to read, about")
+    parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    options.command = command_line("rivals.oval_quality", arguments)
+    return options
+
+
+def _rows(
+    model: PreTrainedModel, index: int, prompt: LateQuestions, options: argparse.Namespace, advance: Advance
+) -> Iterator[Row]:
+    """Ask late with every router and share; the first row is the dense model's."""
+    tokens = torch.tensor([prompt.prefix + prompt.suffix])
+    prefix = prefill(model, tokens, len(prompt.suffix), advance)
+    same = {"kind": "late", "prompt": index, "digest": prompt.digest, "context": len(prompt.prefix)}
+    dense = score_answers(prefix.logits, prompt)
+    yield {**same, "router": "dense", "kept": 1.0, "bytes_ratio": 1.0, "nll": dense.nll, "greedy": dense.greedy}
+    for router in options.routers:
+        for kept in options.kept:
+            budget = budget_for(router, kept, tokens.shape[1])
+            config = OvalConfig(router=router, budget_pages=budget, page_size=PAGE_TOKENS, stats_every=0)
+            run = compare(model, prefix, config, advance)
+            score = score_answers(run.logits, prompt)
+            read = {"budget_pages": budget, "bytes_ratio": _bytes_ratio(model, run, tokens.shape[1])}
+            yield {**same, "router": router, "kept": kept, **read, "nll": score.nll, "greedy": score.greedy}
+
+
+def _bytes_ratio(model: PreTrainedModel, run: Comparison, context: int) -> float:
+    """Bytes of a KV head and step over those of reading `context` tokens; 1 if every step was dense."""
+    if run.stats["pages_read_mean"] is None:
+        return 1.0
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
+    exact: float = run.stats["pages_read_mean"] * PAGE_TOKENS * token_bytes
+    return (exact + run.metadata_bytes) / (context * token_bytes)
+
+
+def _report(rows: list[Row], options: argparse.Namespace) -> None:
+    """Print the table, write the JSON and print it as the last line."""
+    for row in rows:
+        label = f"{row['prompt']:2} {row['router']:6} {row['kept']:5.0%} {row['bytes_ratio']:6.1%}"
+        print(f"{label}  NLL {row['nll'][0]:.3f} {row['nll'][1]:.3f}  greedy {row['greedy'][0]} {row['greedy'][1]}")
+    result = {
+        "benchmark": "rivals_oval",
+        "command": options.command,
+        "model": options.model or "SmolLM2-135M-Instruct",
+        "machine": describe_machine(),
+        "rows": rows,
+    }
+    publish(result, options.out)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
