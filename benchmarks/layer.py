@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +106,22 @@ def _measure(shape: str, dtype: str, context: int, calls: int, bandwidth: float)
     return Row(shape, context, dtype, faster, oval_ms / floor_ms, oval_ms, median_ms(seconds["sdpa"]), floor_ms)
 
 
-def random_layer(config: OvalConfig, kv_heads: int, dim: int, context: int, dtype: torch.dtype) -> OvalLayer:
+def time_configs(configs: list[OvalConfig], shape: tuple[int, int, int], context: int, calls: int = 40) -> list[float]:
+    """Median milliseconds of a call under each config, in turns; `shape` as in SHAPES, float32."""
+    heads, kv_heads, dim = shape
+    query = 2 * torch.randn(1, heads, 1, dim)
+    variants: dict[str, Callable[[], object]] = {
+        str(index): partial(
+            paged_attention, bind(config), random_layer(config, kv_heads, dim, context), query, None, dim**-0.5
+        )
+        for index, config in enumerate(replace(config, stats_every=0, always_paged=True) for config in configs)
+    }
+    return [median_ms(seconds) for seconds in time_in_turns(variants, calls).values()]
+
+
+def random_layer(
+    config: OvalConfig, kv_heads: int, dim: int, context: int, dtype: torch.dtype = torch.float32
+) -> OvalLayer:
     """A layer of one row whose keys come in clusters, as those of neighbouring tokens do."""
     layer = OvalLayer(config, None, 0)
     for tokens in (context - 1, 1):

@@ -18,21 +18,25 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.settings import BYTES_PER_ELEMENT, Setting, ablations, equal_bytes, frontier, quick
 from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
+from oval_core.kernels.cpu import FUSED_ROUTERS
 
+COMPILED = tuple(router.name for router in FUSED_ROUTERS)
 GROUPS = ("frontier", "equal", "ablation", "quick")
 _GROUPS_HELP = "settings: from few to many pages; OVAL and rivals at 12, 16 and 20 %% of the bytes; one choice changed"
-Plan = list[tuple[str, float | None, Setting]]  # group, share of the bytes that it was made for, setting
+Entry = tuple[str, float | None, Setting]  # group, share of the bytes that it was made for, setting
+Plan = list[Entry]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result; `step_ms` is the median of a decoding step, timed without taking turns."""
+    """One line of the result; `layer_ms` is the time of one attention layer, for routers that run as compiled code."""
 
     group: str
     share: float | None
@@ -50,8 +54,7 @@ class Row:
     top1: float
     ppl_ratio: float
     hit_rate: float | None
-    step_ms: float
-    is_compiled: bool
+    layer_ms: float | None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,16 +63,18 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_model(options.model)
     rows: list[Row] = []
     plans = {context: _plan(options, context, model) for context in options.contexts}
+    layer_ms = {context: _time_layer(plan, model, context) for context, plan in plans.items()}
     work = sum(context + (options.positions + 1) * len(plan) for context, plan in plans.items())
     with tqdm(total=work * len(options.texts), unit="token") as progress:
         for text, context in product(options.texts, options.contexts):
             tokens = tokenizer(load_text(text), return_tensors="pt", verbose=False).input_ids[:, :context]
             progress.set_description(f"{text}: dense")
             prefix = prefill(model, tokens, options.positions, progress.update)
-            for group, share, setting in plans[context]:
+            for entry in plans[context]:
+                setting = entry[2]
                 progress.set_description(f"{text}: {setting.router}/{setting.budget_pages}")
                 result = compare(model, prefix, setting.config(), progress.update)
-                rows.append(_row(group, share, text, setting, prefix, result, _head_dim(model)))
+                rows.append(_row(entry, text, prefix, result, _head_dim(model), layer_ms[context].get(setting)))
                 tqdm.write(_line(rows[-1]))
     _report(rows, options)
 
@@ -98,9 +103,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _row(
-    group: str, share: float | None, text: str, setting: Setting, prefix: Prefix, result: Comparison, head_dim: int
-) -> Row:
+def _row(entry: Entry, text: str, prefix: Prefix, result: Comparison, head_dim: int, layer_ms: float | None) -> Row:
+    group, share, setting = entry
     token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
     context = prefix.tokens.shape[1]
     pages_read = result.stats["pages_read_mean"] or context / setting.page_size  # None: the budget covered every page
@@ -117,9 +121,15 @@ def _row(
         top1=result.top1,
         ppl_ratio=result.ppl_ratio,
         hit_rate=result.stats["route_hit_rate"],
-        step_ms=result.step_ms,
-        is_compiled=result.is_compiled,
+        layer_ms=layer_ms,
     )
+
+
+def _time_layer(plan: Plan, model: PreTrainedModel, context: int) -> dict[Setting, float]:
+    """Milliseconds of one layer of the model's shape, for every setting that runs as compiled code."""
+    settings = [setting for _, _, setting in plan if setting.router in COMPILED]
+    shape = model.config.num_attention_heads, model.config.num_key_value_heads, _head_dim(model)
+    return dict(zip(settings, time_configs([setting.config() for setting in settings], shape, context), strict=True))
 
 
 def _head_dim(model: PreTrainedModel) -> int:
@@ -131,7 +141,7 @@ def _line(row: Row) -> str:
     return (
         f"{row.text:10} {row.context:6} {row.router:12} page {row.page_size:3} rank {row.rank} of "
         f"{row.shortlist_ratio:.0%}: {row.pages_read_mean:6.1f} pages {row.bytes_ratio:6.1%}  KL {row.kl:.4f}  "
-        f"top-1 {row.top1:.3f}  perplexity {row.ppl_ratio:.3f}  {row.step_ms:.0f} ms"
+        f"top-1 {row.top1:.3f}  perplexity {row.ppl_ratio:.3f}"
     )
 
 

@@ -17,12 +17,12 @@ def plot_quality(rows: Rows, path: Path) -> None:
 
     texts = list(dict.fromkeys(row["text"] for row in rows))
     figure, axes = pyplot.subplots(2, len(texts), figsize=(4.6 * len(texts), 8), sharey=True, squeeze=False)
-    compiled = [row for row in rows if row["is_compiled"]]
+    timed = [row for row in rows if row.get("layer_ms") is not None]
     for column, text in enumerate(texts):
         _panel(axes[0][column], [row for row in rows if row["text"] == text], "bytes_ratio")
-        _panel(axes[1][column], [row for row in compiled if row["text"] == text], "step_ms")
+        _panel(axes[1][column], [row for row in timed if row["text"] == text], "layer_ms")
         axes[0][column].set(title=text, xlabel="bytes read / dense bytes")
-        axes[1][column].set(xlabel="milliseconds a step, compiled routers")
+        axes[1][column].set(xlabel="milliseconds a layer (routers that run as compiled code)")
     for row in axes:
         row[0].set_ylabel("KL to dense [nats]")
     axes[0][-1].legend(fontsize=8)

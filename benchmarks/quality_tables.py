@@ -19,10 +19,9 @@ def quality_table(result: Result) -> str:
     lines = []
     for same in _grouped(rows, SETTING):
         share, kl, top1, ppl = (_mean(same, key) for key in ("bytes_ratio", "kl", "top1", "ppl_ratio"))
-        step = f"{_mean(same, 'step_ms'):.0f}" if same[0]["is_compiled"] else "–"
         pages = f"{_mean(same, 'pages_read_mean'):.0f}"
-        lines.append((_name(same[0]), pages, f"{share:.1%}", f"{kl:.4f}", f"{top1:.3f}", f"{ppl:.3f}", step))
-    head = ("router", "pages read", "bytes / dense", "KL to dense", "top-1 agrees", "perplexity ratio", "step [ms]")
+        lines.append((_name(same[0]), pages, f"{share:.1%}", f"{kl:.4f}", f"{top1:.3f}", f"{ppl:.3f}", _layer_ms(same)))
+    head = ("router", "pages read", "bytes / dense", "KL to dense", "top-1 agrees", "perplexity ratio", "layer [ms]")
     return f"{table(head, lines)}\n\n{source(result)} {_conditions(result)}"
 
 
@@ -51,11 +50,16 @@ def quality_ablation_table(result: Result) -> str:
     lines = []
     for same in _grouped(rows, SETTING):
         kl = (f"{mean(row['kl'] for row in same if row['text'] == text):.4f}" for text in texts)
-        step = f"{_mean(same, 'step_ms'):.0f}" if same[0]["is_compiled"] else "–"
         lines.append(
-            (_name(same[0]), f"{_mean(same, 'pages_read_mean'):.1f}", f"{_mean(same, 'bytes_ratio'):.1%}", *kl, step)
+            (
+                _name(same[0]),
+                f"{_mean(same, 'pages_read_mean'):.1f}",
+                f"{_mean(same, 'bytes_ratio'):.1%}",
+                *kl,
+                _layer_ms(same),
+            )
         )
-    head = ("setting", "pages read", "bytes / dense", *(f"KL, {text}" for text in texts), "step [ms]")
+    head = ("setting", "pages read", "bytes / dense", *(f"KL, {text}" for text in texts), "layer [ms]")
     return f"{table(head, lines)}\n\n{source(result)} {_conditions(result)}"
 
 
@@ -72,6 +76,11 @@ def _name(row: dict[str, Any]) -> str:
         name += f", rank {row['rank']}, {row['shortlist_ratio']:.0%} shortlisted"
         name += ", tail dropped" if row["estimate_tail"] == "none" else ""
     return name if row["page_size"] == 16 else f"{name}, page {row['page_size']}"
+
+
+def _layer_ms(rows: Rows) -> str:
+    """Time of a layer; the dash is for routers that do not run as compiled code."""
+    return "–" if rows[0].get("layer_ms") is None else f"{_mean(rows, 'layer_ms'):.2f}"
 
 
 def _mean(rows: Rows, key: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.differences import differences
-from oval_core import OvalConfig, attach, kernels
+from oval_core import OvalConfig, attach
 
 PREFILL_CHUNK_TOKENS = 1024
 WARM_UP_TOKENS = 1  # the first step over a taken-over cache is dense: its pages are sealed at the second
@@ -50,8 +48,6 @@ class Comparison:
         stats: what `handle.stats()` said.
         metadata_bytes: of one KV head and step, page features counted as bfloat16.
         logits: the run's, float32 `[positions, vocabulary]`.
-        step_ms: median of a step.
-        is_compiled: whether selecting and reading ran as compiled code.
     """
 
     kl: float
@@ -60,8 +56,6 @@ class Comparison:
     stats: dict[str, Any]
     metadata_bytes: int
     logits: Tensor
-    step_ms: float
-    is_compiled: bool
 
 
 @torch.inference_mode()
@@ -82,19 +76,15 @@ def compare(model: PreTrainedModel, prefix: Prefix, config: OvalConfig, advance:
     """Read the last positions of `prefix` under `config`, token by token."""
     cache = shared(model, prefix.cache)
     last = prefix.tokens[:, -prefix.positions - WARM_UP_TOKENS :]
-    rows, seconds = [], []
+    rows = []
     with attach(model, config) as handle:
         for token in last.split(1, dim=1):
-            begin = time.perf_counter()
             rows.append(model(token, cache=cache).logits[0, -1].float())
-            seconds.append(time.perf_counter() - begin)
             advance(1)
         stats = handle.stats()
     logits = torch.stack(rows[WARM_UP_TOKENS:])
     truth = prefix.tokens[0, prefix.tokens.shape[1] - prefix.positions + 1 :]
-    different = differences(prefix.logits, logits, truth)
-    step_ms = 1e3 * statistics.median(seconds)
-    return Comparison(*different, stats, _metadata_bytes(cache), logits, step_ms, _is_compiled(cache, handle.impl))
+    return Comparison(*differences(prefix.logits, logits, truth), stats, _metadata_bytes(cache), logits)
 
 
 def shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
@@ -105,11 +95,6 @@ def shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
         own.keys, own.values, own.is_initialized = other.keys, other.values, True
         own.device = other.keys.device
     return copy
-
-
-def _is_compiled(cache: DynamicCache, impl: str) -> bool:
-    layer: Any = cache.layers[-1]
-    return type(layer.router) in getattr(kernels.load(impl), "FUSED_ROUTERS", ())
 
 
 def _metadata_bytes(cache: DynamicCache) -> int:
