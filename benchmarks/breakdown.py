@@ -23,6 +23,7 @@ from benchmarks.alternating import WARM_UP_ROUNDS
 from benchmarks.decode import KeysValues, fill, resized, stepper, twin
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
+from benchmarks.settings import head_dim_of
 from benchmarks.tiers import time_tiers
 from demos.smollm2 import load_model
 from oval_core import OvalConfig, attach
@@ -99,7 +100,7 @@ def _measure(model: PreTrainedModel, config: OvalConfig, context: int) -> list[R
 
 def _some_states(model: PreTrainedModel) -> KeysValues:
     config = model.config
-    shape = (1, config.num_key_value_heads, SHORT_TOKENS, config.hidden_size // config.num_attention_heads)
+    shape = (1, config.num_key_value_heads, SHORT_TOKENS, head_dim_of(config))
     return [(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)]
 
 

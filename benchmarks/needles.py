@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.facts import Fact
 from benchmarks.greedy import Advance, continue_greedily, predictions
 from benchmarks.prompts import chat_frame, encode
 from benchmarks.teacher_forcing import prefill, shared
@@ -25,24 +26,6 @@ PARAGRAPH = "\n\n"
 REQUEST = "Answer with the words of the text:"
 ANSWER_TOKENS = 16
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A sentence that consists of a beginning and an answer, and the question that it answers."""
-
-    beginning: str
-    answer: str
-    question: str
-
-    @property
-    def sentence(self) -> str:
-        """What is planted."""
-        return f"{self.beginning} {self.answer}."
-
-    def is_answered(self, words: str) -> bool:
-        """Whether `words` hold the answer."""
-        return self.answer.lower() in words.lower()
 
 
 FACTS = (
@@ -102,7 +85,7 @@ def _document(tokenizer: PreTrainedTokenizerBase, text: str, facts: Sequence[Fac
     """The tokens of a user's turn up to the end of `text`, and of each question that may follow it, `[1, n]`, with the
     words that an answer begins with."""
     before, after = chat_frame(tokenizer)
-    questions = [f"{PARAGRAPH}{REQUEST} {fact.question}{after}{fact.beginning}" for fact in facts]
+    questions = [f"{PARAGRAPH}{REQUEST} {fact.question}{after}{fact.opening}" for fact in facts]
     return encode(tokenizer, before + text), [encode(tokenizer, question) for question in questions]
 
 

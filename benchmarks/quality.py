@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.settings import BYTES_PER_ELEMENT, Setting, ablations, equal_bytes, frontier, quick
+from benchmarks.settings import BYTES_PER_ELEMENT, Setting, ablations, equal_bytes, frontier, head_dim_of, quick
 from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
@@ -74,7 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
                 setting = entry[2]
                 progress.set_description(f"{text}: {setting.router}/{setting.budget_pages}")
                 result = compare(model, prefix, setting.config(), progress.update)
-                rows.append(_row(entry, text, prefix, result, _head_dim(model), layer_ms[context].get(setting)))
+                rows.append(
+                    _row(entry, text, prefix, result, head_dim_of(model.config), layer_ms[context].get(setting))
+                )
                 tqdm.write(_line(rows[-1]))
     _report(rows, options)
 
@@ -83,7 +85,7 @@ def _plan(options: argparse.Namespace, context: int, model: PreTrainedModel) -> 
     groups: dict[str, Plan] = {
         "quick": [("quick", None, setting) for setting in quick()],
         "frontier": [("frontier", None, setting) for setting in frontier()],
-        "equal": [("equal", share, setting) for share, setting in equal_bytes(context, _head_dim(model))],
+        "equal": [("equal", share, setting) for share, setting in equal_bytes(context, head_dim_of(model.config))],
         "ablation": [("ablation", None, setting) for setting in ablations()],
     }
     return [entry for name in options.groups for entry in groups[name]]
@@ -128,13 +130,8 @@ def _row(entry: Entry, text: str, prefix: Prefix, result: Comparison, head_dim: 
 def _time_layer(plan: Plan, model: PreTrainedModel, context: int) -> dict[Setting, float]:
     """Milliseconds of one layer of the model's shape, for every setting that runs as compiled code."""
     settings = [setting for _, _, setting in plan if setting.router in COMPILED]
-    shape = model.config.num_attention_heads, model.config.num_key_value_heads, _head_dim(model)
+    shape = model.config.num_attention_heads, model.config.num_key_value_heads, head_dim_of(model.config)
     return dict(zip(settings, time_configs([setting.config() for setting in settings], shape, context), strict=True))
-
-
-def _head_dim(model: PreTrainedModel) -> int:
-    config = model.config
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _line(row: Row) -> str:

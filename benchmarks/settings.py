@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,6 +14,11 @@ from oval_core.routers import make_router
 
 BYTES_PER_ELEMENT = 2  # bfloat16
 SHARES = (0.12, 0.16, 0.20)
+
+
+def head_dim_of(config: Any) -> int:
+    """Head dimension of a model with this config."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True)

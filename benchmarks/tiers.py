@@ -11,6 +11,7 @@ import torch
 from numba import njit
 
 from benchmarks.layer import random_layer
+from benchmarks.settings import head_dim_of
 from oval_core import OvalConfig
 from oval_core.kernels import cpu
 from oval_core.kernels import cpu_loops as loops
@@ -21,7 +22,7 @@ REPEATS = 50
 def time_tiers(config: OvalConfig, model_config: Any, context: int) -> dict[str, float]:
     """Seconds a layer spends in each tier, for one row and all KV heads on one thread."""
     heads, kv_heads = model_config.num_attention_heads, model_config.num_key_value_heads
-    dim = model_config.hidden_size // heads
+    dim = head_dim_of(model_config)
     layer = random_layer(config, kv_heads, dim, context, torch.float32)
     table, bases, choices, _ = cpu._pages(layer)
     rows = 2 * np.random.default_rng(0).standard_normal((1, kv_heads, heads // kv_heads, dim)).astype(np.float32)

@@ -97,8 +97,7 @@ class OvalConfig:
         from oval_core.kernels import check_implementation
         from oval_core.routers import check_router
 
-        if self.router != AUTO:
-            check_router(self.router)
+        check_router(self.router)
         check_implementation(self.impl)
 
     def for_device(self, device: torch.device) -> OvalConfig:

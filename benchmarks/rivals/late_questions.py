@@ -12,25 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from benchmarks.facts import Fact
 from demos.texts import load_text
 
 Encode = Callable[[str], list[int]]
 DEPTHS = (0.25, 0.70)
 PARAGRAPH = "\n\n"
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A sentence `opening value.` and a question that `value` answers."""
-
-    opening: str
-    value: str
-    question: str
-
-    @property
-    def sentence(self) -> str:
-        """What is planted."""
-        return f"{self.opening} {self.value}."
 
 
 FACTS = (
@@ -140,7 +127,7 @@ def _ask(encode: Encode, fact: Fact, suffix: list[int]) -> range:
     """Append question and answer to `suffix`; return where the value stands. The opening is given, not scored."""
     suffix += encode(f"{PARAGRAPH}Question: {fact.question}\nAnswer: {fact.opening}")
     begin = len(suffix)
-    suffix += encode(f" {fact.value}")
+    suffix += encode(f" {fact.answer}")
     answer = range(begin, len(suffix))
     suffix += encode(".")
     return answer

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.rivals.late_questions import MAX_PROMPTS, LateQuestions, make_prompt, score_answers
+from benchmarks.settings import BYTES_PER_ELEMENT, head_dim_of
 from benchmarks.teacher_forcing import Comparison, compare, prefill
 from demos.smollm2 import load_model
 from oval_core import OvalConfig
@@ -26,7 +27,6 @@ Row = dict[str, Any]
 Advance = Callable[[int], object]
 PAGE_TOKENS = 16
 LEAST_PAGES = 3  # sink, window and open page
-BYTES_PER_ELEMENT = 2  # bfloat16
 METADATA_SHARES = {"box": 0.034, "basis": 0.077}  # of the dense bytes, about; rows hold what was really read
 
 
@@ -93,9 +93,7 @@ def _bytes_ratio(model: PreTrainedModel, run: Comparison, context: int) -> float
     """Bytes of a KV head and step over those of reading `context` tokens; 1 if every step was dense."""
     if run.stats["pages_read_mean"] is None:
         return 1.0
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
+    token_bytes = 2 * head_dim_of(model.config) * BYTES_PER_ELEMENT
     exact: float = run.stats["pages_read_mean"] * PAGE_TOKENS * token_bytes
     return (exact + run.metadata_bytes) / (context * token_bytes)
 

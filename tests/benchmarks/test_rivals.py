@@ -28,8 +28,8 @@ def test_facts_stand_in_the_passage_and_answers_behind_the_questions(index: int)
     for fact, depth, place, answer in zip(pair, (0.25, 0.70), prompt.facts, prompt.answers, strict=True):
         assert decode(prompt.prefix[place.start : place.stop]) == fact.sentence + "\n\n"
         assert depth * 12_000 <= place.start < depth * 12_000 + 4_000  # the longest paragraph
-        assert decode(prompt.suffix[answer.start : answer.stop]) == f" {fact.value}"
-        assert decode(prompt.prefix).count(fact.value) == 1
+        assert decode(prompt.suffix[answer.start : answer.stop]) == f" {fact.answer}"
+        assert decode(prompt.prefix).count(fact.answer) == 1
     assert decode(prompt.suffix).index(pair[0].question) < decode(prompt.suffix).index(pair[1].question)
 
 
