@@ -6,7 +6,6 @@ by log-sum-exp with the router's estimate of the other pages.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,10 +84,10 @@ def _reason_to_be_dense(layer: OvalLayer, num_queries: int) -> str | None:
         return "empty cache"
     if num_queries > config.max_sparse_query_tokens:
         return "query chunk longer than max_sparse_query_tokens"
-    if max(table.open_tokens for table in layer.tables) > config.page_size + num_queries:
+    if max(table.open_tokens for table in layer.tables) > max(config.page_size, config.seal_tokens) + num_queries:
         return "tokens not paged yet"
     if layer.pages.num_pages == 0:
-        return "no full page yet"
+        return "no sealed page yet"
     if config.always_paged:
         return None
     if tokens < config.min_context_tokens:
@@ -154,15 +153,18 @@ def paged_attention(
 
     Returns: `[B, Q, heads, D_v]` in the dtype of `query`.
     """
-    grouped = _grouped(query, layer.store.storage[0].shape[1]).float()
-    view = partial(view_pages, binding, layer, grouped, mask, scaling, softcap)
-    if _is_fused(binding, grouped, layer, mask, softcap, s_aux):
-        with binding.recorder.timed(query.device):
-            out, selection = binding.kernels.cascade(grouped, layer, mask, scaling)
+
+    def look() -> tuple[Tensor, Pages]:
+        """The queries by KV head, and the pages as a router sees them."""
+        pages = view_pages(binding, layer, query.shape[2], mask, scaling, softcap)
+        return _grouped(query, layer.store.storage[0].shape[1]).float(), pages
+
+    if _is_fused(binding, query, layer, mask, softcap, s_aux):
+        out, selection = binding.recorder.timed(binding.kernels.cascade, query, layer, mask, scaling)
     else:
-        out, selection = _tier_by_tier(binding, layer, grouped, view(), mask, s_aux)
-    binding.recorder.paged(layer, selection, grouped, view)
-    return _ungrouped(out, query.dtype)
+        out, selection = _tier_by_tier(binding, layer, *look(), mask, s_aux)
+    binding.recorder.paged(layer, selection, look)
+    return out.to(query.dtype)
 
 
 def _is_fused(
@@ -185,25 +187,20 @@ def _is_fused(
 def _tier_by_tier(
     binding: Binding, layer: OvalLayer, query: Tensor, pages: Pages, mask: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Selection]:
-    """Any router: select, read, merge. `query [B, H, G, Q, D]` -> `[B, H, G, Q, D_v]`."""
+    """Any router: select, read, merge. `query [B, H, G, Q, D]` -> `[B, Q, H * G, D_v]`."""
     kernels = binding.kernels
-    with binding.recorder.timed(query.device):
-        selection = layer.router.select(query, pages)
+    selection = binding.recorder.timed(layer.router.select, query, pages)
     tokens, readable = tokens_to_read(layer, selection, query.shape[3], mask)
     keys, values = layer.store.gather(tokens)
     exact = kernels.attend(query, keys, values, readable, pages.scaling, pages.softcap)
     parts = [exact] if selection.tail is None else [exact, selection.tail]
-    return kernels.merge(parts, _sink_logits(sinks, query.shape[1])), selection
+    out = kernels.merge(parts, _sink_logits(sinks, query.shape[1]))
+    return out.flatten(1, 2).transpose(1, 2).contiguous(), selection
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:
     """`[B, H * G, Q, D]` -> `[B, H, G, Q, D]`."""
     return query.unflatten(1, (kv_heads, -1))
-
-
-def _ungrouped(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, H, G, Q, D_v]` -> `[B, Q, H * G, D_v]`."""
-    return out.flatten(1, 2).transpose(1, 2).contiguous().to(dtype)
 
 
 def _sink_logits(sinks: Tensor | None, kv_heads: int) -> Tensor | None:

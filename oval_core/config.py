@@ -28,7 +28,9 @@ class OvalConfig:
             the `basis` router, 96 with any other.
         budget_ratio: the same as a share of the pages in the cache, in (0, 1]; excludes `budget_pages`.
         sink_pages: pages at the start that are always read exactly.
-        window_pages: sealed pages at the end that are always read exactly; the open page comes on top.
+        window_pages: sealed pages at the end that are always read exactly; the open tokens come on top.
+        seal_tokens: tokens to collect at the end before the full pages among them are sealed, all at once: the more,
+            the rarer that work and the more tokens read exactly. 1: every page as soon as it is full.
         rank: key directions of a page's basis; at most the head dimension.
         shortlist_ratio: share of the pages whose basis is evaluated at a step, in (0, 1].
         shortlist_pages: upper bound of the shortlist; never below the budget. None: no bound.
@@ -51,6 +53,7 @@ class OvalConfig:
     budget_ratio: float | None = None
     sink_pages: int = 1
     window_pages: int = 1
+    seal_tokens: int = 64
     rank: int = 4
     shortlist_ratio: float = 0.25
     shortlist_pages: int | None = 512
@@ -73,7 +76,8 @@ class OvalConfig:
         if self.shortlist_pages is not None:
             _check("shortlist_pages", self.shortlist_pages, int, lambda v: v >= 1, "an integer >= 1 or None")
         _check("estimate_tail", self.estimate_tail, str, lambda v: v in TAIL_ESTIMATES, f"one of {TAIL_ESTIMATES}")
-        _check("max_sparse_query_tokens", self.max_sparse_query_tokens, int, lambda v: v >= 1, "an integer >= 1")
+        for name in ("max_sparse_query_tokens", "seal_tokens"):
+            _check(name, getattr(self, name), int, lambda v: v >= 1, "an integer >= 1")
         _check("always_paged", self.always_paged, bool, lambda v: True, "True or False")
         self._check_names()
 

@@ -11,16 +11,16 @@ from oval_core.routers import Pages, Selection
 
 
 def view_pages(
-    binding: Binding, layer: OvalLayer, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    binding: Binding, layer: OvalLayer, num_queries: int, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Pages:
     """The sealed pages of `layer` as the router sees them.
 
     Args:
-        query: `[B, H, G, Q, D]`.
+        num_queries: Q, the newest tokens.
         mask: bool `[B, 1, Q, T]` or None.
     """
-    config, sealed, store, device = layer.config, layer.pages, layer.store, query.device
-    most, num_queries = sealed.num_pages, query.shape[3]
+    config, sealed, store = layer.config, layer.pages, layer.store
+    most, device = sealed.num_pages, sealed.starts.device
     counts = [table.num_pages for table in layer.tables]
     budget = [config.budget_for(count) - 1 for count in counts]  # the open page is read anyway
     shortlist = [config.shortlist_for(count) for count in counts]

@@ -34,7 +34,7 @@ class PagesRead:
         """The pages of `layer` that one step read."""
         if self._pending and self._pending[0].pages.shape != selection.pages.shape:
             self._count()
-        self._pending.append(selection._replace(tail=None))
+        self._pending.append(selection if selection.tail is None else selection._replace(tail=None))
         self._sealed, self._capacity_pages = layer.pages.counts, layer.pages.basis.capacity_pages
         short = layer.pages.has_short_pages
         self._page_tokens = layer.pages.lengths if short else layer.config.page_size

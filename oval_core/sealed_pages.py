@@ -43,7 +43,7 @@ class SealedPages:
         batch, heads, _, key_dim = keys.shape
         if config.rank > key_dim:
             raise ValueError(f"rank must be at most the head dimension {key_dim}, got {config.rank}")
-        self._page_size, self._router = config.page_size, router
+        self._page_size, self._seal_tokens, self._router = config.page_size, config.seal_tokens, router
         self._rank = config.rank if router.needs_bases else 0
         self.tables = [PageTable(config.page_size) for _ in range(batch)]
         dims = (key_dim, values.shape[-1])
@@ -94,7 +94,9 @@ class SealedPages:
         return max(self.counts, default=0)
 
     def seal(self, store: PageStore, limits: Sequence[int]) -> None:
-        """Summarise every page that became full within the first `limits[row]` tokens of its row."""
+        """Summarise every page that is full within the first `limits[row]` tokens of its row, once these are enough."""
+        if all(limit - table.sealed_end < self._seal_tokens for table, limit in zip(self.tables, limits, strict=True)):
+            return
         new = [table.seal(limit) for table, limit in zip(self.tables, limits, strict=True)]
         if any(new):
             self._summarise_new(store, new)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
     from oval_core.routers import Pages, Selection
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -89,22 +90,23 @@ class Recorder:
             self._bytes_read += dense_bytes
             self._bytes_dense += dense_bytes
 
-    @contextmanager
-    def timed(self, device: torch.device) -> Iterator[None]:
-        """Time a selection; on an accelerator only at sampled steps, because it has to wait for the device."""
-        measures = device.type == "cpu" or self.samples
-        if measures and device.type != "cpu":
-            torch.accelerator.synchronize(device)
+    def timed(self, select: Callable[..., Result], query: Tensor, *arguments: Any) -> Result:
+        """Time `select(query, *arguments)`; on an accelerator at sampled steps only, for it waits for the device."""
+        waits = query.device.type != "cpu"
+        if waits and not self.samples:
+            return select(query, *arguments)
+        if waits:
+            torch.accelerator.synchronize(query.device)
         begin = time.perf_counter()
-        yield
-        if measures:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            self._route_s.append(time.perf_counter() - begin)
+        result = select(query, *arguments)
+        if waits:
+            torch.accelerator.synchronize(query.device)
+        self._route_s.append(time.perf_counter() - begin)
+        return result
 
-    def paged(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
-        """A layer read `selection` for `query [B, H, G, Q, D]`; `view` gives the pages it was chosen from."""
-        counts, heads, token_bytes = layer.pages.counts, query.shape[1], layer.store.token_bytes
+    def paged(self, layer: OvalLayer, selection: Selection, look: Callable[[], tuple[Tensor, Pages]]) -> None:
+        """A layer read `selection`; `look` gives the queries `[B, H, G, Q, D]` and the pages it was chosen from."""
+        counts, heads, token_bytes = layer.pages.counts, selection.pages.shape[1], layer.store.token_bytes
         metadata = _metadata_bytes(layer)
         self.context_tokens = max(self.context_tokens, layer.store.num_tokens)
         self._metadata_bytes += metadata
@@ -114,15 +116,15 @@ class Recorder:
         self._selections += heads * len(counts)
         self._read[layer.layer_idx, token_bytes].add(layer, selection)
         if self.samples or self.trace is not None:
-            self._look_closer(layer, selection, query, view)
+            self._look_closer(layer, selection, look)
 
-    def _look_closer(self, layer: OvalLayer, selection: Selection, query: Tensor, view: Callable[[], Pages]) -> None:
+    def _look_closer(self, layer: OvalLayer, selection: Selection, look: Callable[[], tuple[Tensor, Pages]]) -> None:
         """Measure the hit rate, keep the selection: what is too costly for every step."""
         shape = (*selection.pages.shape[:2], layer.pages.num_pages)
         read = torch.zeros(shape, dtype=torch.bool, device=selection.pages.device)
         read.scatter_(-1, selection.pages, selection.valid)
         if self.samples:
-            self._hit_rates.append(_hit_rate(query, view(), read))
+            self._hit_rates.append(_hit_rate(*look(), read))
         if self.trace is not None:
             self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu()))
 

@@ -1,4 +1,4 @@
-"""What every kernel implementation offers. Shapes: `query` is float32 `[B, H, G, Q, D]`."""
+"""What every kernel implementation offers. Shapes: `query` is float32 `[B, H, G, Q, D]` where nothing else is said."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ class Kernels(Protocol):
     def unsupported(
         self, query: Tensor, layer: OvalLayer, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
     ) -> str | None:
-        """Optional, with `cascade`: why it cannot serve a call, or None."""
+        """Optional, with `cascade` and its `query`: why it cannot serve a call, or None."""
         ...
 
     def cascade(self, query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float) -> tuple[Tensor, Selection]:
         """Optional: what `select` of a router, `attend` and `merge` do together, in one call; see `cpu.cascade`.
+
+        `query` is `[B, heads, Q, D]` in any dtype; the output is float32 `[B, Q, heads, D_v]`.
 
         Routers of exactly the classes in the module's `FUSED_ROUTERS` go this way.
         """

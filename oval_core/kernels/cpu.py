@@ -5,11 +5,10 @@ For the routers in `FUSED_ROUTERS`; tier functions on their own, for all others,
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
@@ -35,6 +34,7 @@ FUSED_ROUTERS = (BasisRouter, BoxRouter)
 _STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 MESSAGE_AFTER_S = 2.0
 _ALL_TOKENS = np.ones((1, 0, 0), np.bool_)
+_numba = threading.local()  # how many threads Numba was told to use, from each thread
 _PROCESS = os.getpid()  # GNU OpenMP ends a process that was forked from one that had used it
 
 
@@ -64,32 +64,38 @@ def cascade(query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float
     """Select pages as the layer's router does, read them and the open tail exactly, add the estimated tail.
 
     Args:
-        query: float32 `[B, H, G, Q, D]`.
+        query: `[B, heads, Q, D]`.
         mask: bool `[B, 1, Q, T]` or None.
 
-    Returns: float32 `[B, H, G, Q, D_v]`, and the selection (its tail is already inside the output).
+    Returns: float32 `[B, Q, heads, D_v]`, and the selection (its tail is already inside the output).
     """
-    batch, heads, group, queries, _ = query.shape
-    tokens, (table, bases, choices, most_pages) = _tokens(layer), _pages(layer)
-    rows = (batch, heads, group * queries, -1)
-    out = np.empty((*rows[:3], tokens.values.shape[3]), np.float32)
-    picked, valid = np.zeros((batch, heads, most_pages), np.int64), np.zeros((batch, heads, most_pages), np.bool_)
-    threads = min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
-    numba.set_num_threads(threads)
+    batch, heads, queries, _ = query.shape
+    tokens, plan = _tokens(layer), _plan(layer)
+    kv_heads, value_dim = tokens.keys.shape[1], tokens.values.shape[3]
+    out = torch.empty(batch, queries, heads, value_dim, dtype=torch.float32)
+    picked = torch.zeros(batch, kv_heads, plan.most_pages, dtype=torch.long)
+    valid = torch.zeros(batch, kv_heads, plan.most_pages, dtype=torch.bool)
     loops.cascade(
-        loops.Query(query.reshape(rows).contiguous().numpy(), _tail_mask(layer, table, mask, group, queries)),
+        query.float().contiguous().numpy(),
+        _tail_mask(layer, mask, heads // kv_heads, queries),
         tokens,
-        table,
-        bases,
-        choices,
+        plan.packed,
         np.float32(scaling),
-        threads // math.gcd(threads, batch * heads),  # the fewest parts that keep all threads equally busy
-        out,
-        picked,
-        valid,
+        _use_threads_of_torch(),
+        out.numpy(),
+        picked.numpy(),
+        valid.numpy(),
     )
-    result = torch.from_numpy(out).view(batch, heads, group, queries, -1)
-    return result, Selection(torch.from_numpy(picked), torch.from_numpy(valid))
+    return out, Selection(picked, valid)
+
+
+def _use_threads_of_torch() -> int:
+    """Let Numba's next loops use as many threads as torch; how many."""
+    threads = min(torch.get_num_threads(), _settings.NUMBA_NUM_THREADS)
+    if getattr(_numba, "threads", 0) != threads:
+        numba.set_num_threads(threads)
+        _numba.threads = threads
+    return threads
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -108,7 +114,7 @@ def warm_up(dtype: torch.dtype) -> None:
     notice = threading.Timer(MESSAGE_AFTER_S, lambda: print(_COMPILING, file=sys.stderr, flush=True))
     notice.start()
     try:
-        cascade(torch.zeros(1, 1, 1, 1, 8, dtype=torch.float32), layer, None, 1.0)
+        cascade(torch.zeros(1, 1, 1, 8), layer, None, 1.0)
     finally:
         notice.cancel()
         torch.set_num_threads(threads)  # Numba's first parallel call sets it to all cores
@@ -127,54 +133,50 @@ def _tokens(layer: OvalLayer) -> loops.Tokens:
     return tokens
 
 
-def _pages(layer: OvalLayer) -> tuple[loops.Table, loops.Bases, loops.Choices, int]:
-    """The page tables, the bases, how to choose, and the most sealed pages that any row reads."""
+class _Plan(NamedTuple):
+    """What the compiled call takes of a layer, the arrays whose addresses that holds, the most pages a row reads."""
+
+    packed: loops.Packed
+    arrays: list[np.ndarray]
+    most_pages: int
+
+
+def _plan(layer: OvalLayer) -> _Plan:
     derived = layer.pages.derived
     if "cpu" not in derived:
-        table = _new_table(layer)
-        derived["cpu"] = table, _bases(layer), _choices(layer), int(table.budget.max())
-    pages: tuple[loops.Table, loops.Bases, loops.Choices, int] = derived["cpu"]
-    pages[0].sealed_end[:] = [row.sealed_end for row in layer.tables]
-    pages[0].ends[:] = layer.store.lengths
-    return pages
+        derived["cpu"] = _new_plan(layer)
+    plan: _Plan = derived["cpu"]
+    plan.packed.rows[:, 3:] = [(table.sealed_end, table.length) for table in layer.tables]
+    return plan
 
 
-def _new_table(layer: OvalLayer) -> loops.Table:
-    config, counts = layer.config, layer.pages.counts
-    return loops.Table(
-        layer.pages.starts.numpy(),
-        layer.pages.lengths.numpy(),
-        np.array(counts),
-        np.array([config.budget_for(count) - 1 for count in counts]),
-        np.array([config.shortlist_for(count) for count in counts]),
-        layer.pages.mean_value_norm.numpy(),
-        sealed_end=np.zeros(len(counts), np.int64),
-        ends=np.zeros(len(counts), np.int64),
-    )
+def _new_plan(layer: OvalLayer) -> _Plan:
+    config, pages, router = layer.config, layer.pages, layer.router
+    budgets = [config.budget_for(count) - 1 for count in pages.counts]
+    rows = [
+        (count, budget, config.shortlist_for(count), 0, 0) for count, budget in zip(pages.counts, budgets, strict=True)
+    ]
+    tensors = [getattr(pages.basis, name) for name in loops.Bases._fields]
+    arrays = [tensor.numpy() for tensor in (*tensors, pages.starts, pages.lengths, pages.mean_value_norm)]
+    rank, page_size = pages.basis.coefficients.shape[3:]
+    sizes = loops.Sizes(pages.basis.capacity_pages, page_size, rank, pages.basis.value_offset.shape[3])
+    tail = router.estimate_tail if isinstance(router, BasisRouter) else False
+    choices = loops.Choices(config.sink_pages, config.window_pages, isinstance(router, BasisRouter), tail)
+    numbers = np.array([*sizes, *choices, *(array.ctypes.data for array in arrays)])
+    return _Plan(loops.Packed(numbers, np.array(rows)), arrays, max(budgets))
 
 
-def _bases(layer: OvalLayer) -> loops.Bases:
-    tensors = layer.pages.basis.tensors()
-    return loops.Bases(*(tensors[name].numpy() for name in loops.Bases._fields))
-
-
-def _choices(layer: OvalLayer) -> loops.Choices:
-    router, config = layer.router, layer.config
-    refine = isinstance(router, BasisRouter)
-    tail = isinstance(router, BasisRouter) and router.estimate_tail
-    return loops.Choices(config.sink_pages, config.window_pages, refine, tail)
-
-
-def _tail_mask(layer: OvalLayer, table: loops.Table, mask: Tensor | None, group: int, queries: int) -> np.ndarray:
+def _tail_mask(layer: OvalLayer, mask: Tensor | None, group: int, queries: int) -> np.ndarray:
     """Which open tokens each query may read, bool `[B, G * Q, n]`; n = 0: all."""
     if queries == 1 and mask is None and layer.store.visible is None and not layer.store.is_ragged:
         return _ALL_TOKENS
-    tail = table.ends - table.sealed_end
+    tail = np.array([table.open_tokens for table in layer.tables])
     last = tail[:, None] - queries + np.arange(queries)
     readable = np.arange(tail.max()) <= last[..., None]  # [B, Q, n]
     hidden = mask if mask is not None else layer.store.visible
     if hidden is not None:
-        for row, (begin, end) in enumerate(zip(table.sealed_end, table.ends, strict=True)):
+        for row, table in enumerate(layer.tables):
+            begin, end = table.sealed_end, table.length
             shown = hidden[row, 0, :, begin:end] if mask is not None else hidden[row, begin:end]
             readable[row, :, : end - begin] &= shown.numpy()
     return np.tile(readable, (1, group, 1))

@@ -6,11 +6,13 @@ what is looked at, so queries are rounded to int16 there: integers are multiplie
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, prange, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
+from numba.np.numpy_support import carray
 
 NOTHING = np.float32(-1e30)  # stands for -inf, which fast-math arithmetic does not know
 FORCED = np.float32(1e30)
@@ -51,10 +53,10 @@ class Table(NamedTuple):
 
     starts: Any
     lengths: Any
+    value_norm: Any
     counts: Any
     budget: Any
     shortlist: Any
-    value_norm: Any
     sealed_end: Any
     ends: Any
 
@@ -66,6 +68,26 @@ class Choices(NamedTuple):
     window: Any
     refine: Any
     tail: Any
+
+
+class Sizes(NamedTuple):
+    """Pages there is room for, tokens a page, directions a page, value dimensions of a basis."""
+
+    pages: Any
+    page_size: Any
+    rank: Any
+    value_dim: Any
+
+
+class Packed(NamedTuple):
+    """Table, bases and choices of a layer as two arrays: handing over every array by itself takes as long as tier 1.
+
+    `numbers`: `Sizes`, `Choices`, then the addresses of the arrays in `Bases` and of the first three in `Table`;
+    `rows [B, 5]`: the other fields of `Table`. Who packs keeps the arrays alive.
+    """
+
+    numbers: Any
+    rows: Any
 
 
 class Coarse(NamedTuple):
@@ -580,33 +602,92 @@ def _all_parts(query, tokens, table, bases, choices, scaling, parts, coarse, sho
 
 @njit(fastmath=True)
 def _merge_all(sums, out):
-    """Log-sum-exp merge of the parts."""
+    """Log-sum-exp merge of the parts into `out [B, Q, heads, D_v]`."""
     batch, heads, parts, rows, _ = sums.out.shape
-    out[:] = 0
+    queries, group = out.shape[1], out.shape[2] // heads
     for item in range(batch * heads * rows):
         b, h, r = item // rows // heads, item // rows % heads, item % rows
+        target = out[b, r % queries, h * group + r // queries]
         most, mass = NOTHING, np.float32(0)
         for part in range(parts):
             most = max(most, sums.most[b, h, part, r])
+        target[:] = 0
         for part in range(parts):
             weight = _exp(sums.most[b, h, part, r] - most)
             mass += weight * sums.mass[b, h, part, r]
-            out[b, h, r] += weight * sums.out[b, h, part, r]
-        out[b, h, r] /= max(mass, LEAST)
+            target += weight * sums.out[b, h, part, r]
+        target /= max(mass, LEAST)
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An address as a pointer, as `carray` wants it."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@njit
+def unpack(packed, heads, dim):
+    """`Table`, `Bases` and `Choices` of `packed`, for KV heads of `dim` key dimensions."""
+    numbers, rows = packed.numbers, packed.rows
+    sizes, choices = Sizes(*_four(numbers, 0)), Choices(*_four(numbers, 4))
+    table_shape, shape = (rows.shape[0], sizes.pages), (rows.shape[0], heads, sizes.pages)
+    at = numbers[8:]
+    bases = Bases(
+        carray(_pointer(at[0]), (*shape, dim), np.int8),
+        carray(_pointer(at[1]), shape, np.float32),
+        carray(_pointer(at[2]), (*shape, dim), np.int8),
+        carray(_pointer(at[3]), shape, np.float32),
+        carray(_pointer(at[4]), (*shape, sizes.rank, dim), np.int8),
+        carray(_pointer(at[5]), (*shape, sizes.rank), np.float32),
+        carray(_pointer(at[6]), (*shape, sizes.rank, sizes.page_size), np.int8),
+        carray(_pointer(at[7]), (*shape, sizes.rank), np.float32),
+        carray(_pointer(at[8]), (*shape, sizes.rank, sizes.value_dim), np.int8),
+        carray(_pointer(at[9]), (*shape, sizes.rank), np.float32),
+        carray(_pointer(at[10]), (*shape, sizes.value_dim), np.int8),
+        carray(_pointer(at[11]), shape, np.float32),
+        carray(_pointer(at[12]), shape, np.float32),
+        carray(_pointer(at[13]), shape, np.float32),
+        carray(_pointer(at[14]), shape, np.int32),
+    )
+    table = Table(
+        carray(_pointer(at[15]), table_shape, np.int64),
+        carray(_pointer(at[16]), table_shape, np.int64),
+        carray(_pointer(at[17]), rows.shape[:1], np.float32),
+        rows[:, 0],
+        rows[:, 1],
+        rows[:, 2],
+        rows[:, 3],
+        rows[:, 4],
+    )
+    return table, bases, choices
+
+
+@njit(inline="always")
+def _four(numbers, first):
+    return numbers[first], numbers[first + 1], numbers[first + 2], numbers[first + 3]
 
 
 @njit(cache=True)
-def cascade(query, tokens, table, bases, choices, scaling, parts, out, picked, valid):
+def cascade(query, tail_mask, tokens, packed, scaling, threads, out, picked, valid):
     """One decoding step of one layer.
 
     Args:
-        query, tokens, table, bases, choices: see their classes.
+        query: float32 `[B, heads, Q, D]`.
+        tail_mask, tokens, packed: see `Query` and their classes.
         scaling: float32, the softmax scale.
-        parts: pieces that every (row, KV head) is cut into.
-        out: filled, float32 `[B, H, R, D_v]`.
+        threads: how many share the work.
+        out: filled, float32 `[B, Q, heads, D_v]`.
         picked, valid: filled, int64 and bool `[B, H, K]`, zeros before.
     """
-    batch, heads, rows, _ = query.rows.shape
+    batch, heads, _ = picked.shape
+    rows, dim = query.shape[1] // heads * query.shape[2], query.shape[3]
+    table, bases, choices = unpack(packed, heads, dim)
+    asked = Query(query.reshape((batch, heads, rows, dim)), tail_mask)
+    parts = threads // math.gcd(threads, batch * heads)  # the fewest that keep all threads equally busy
     length, rank = np.max(table.shortlist) if choices.refine else 0, bases.coefficients.shape[3]
     coarse = Coarse(
         np.empty((batch, heads, rows, np.max(table.counts)), np.float32),
@@ -624,5 +705,5 @@ def cascade(query, tokens, table, bases, choices, scaling, parts, out, picked, v
         np.full((batch, heads, parts, rows), NOTHING, np.float32),
         np.zeros((batch, heads, parts, rows), np.float32),
     )
-    _all_parts(query, tokens, table, bases, choices, scaling, parts, coarse, short, sums, picked, valid)
+    _all_parts(asked, tokens, table, bases, choices, scaling, parts, coarse, short, sums, picked, valid)
     _merge_all(sums, out)

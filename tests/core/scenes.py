@@ -19,10 +19,9 @@ HEADS, GROUP, DIM, VALUE_DIM = 2, 3, 8, 6
 
 
 def small_config(**changes: Any) -> OvalConfig:
-    """Few and small pages; always paged."""
-    return OvalConfig(
-        **{"page_size": 8, "budget_pages": 4, "rank": 2, "always_paged": True, "router": "basis", **changes}
-    )
+    """Few and small pages, sealed as soon as they are full; always paged."""
+    small = {"page_size": 8, "budget_pages": 4, "rank": 2, "seal_tokens": 1, "always_paged": True, "router": "basis"}
+    return OvalConfig(**{**small, **changes})
 
 
 class Tokens(NamedTuple):
@@ -83,7 +82,7 @@ class Attention(nn.Module):
     def pages(self, query: Tensor, mask: Tensor | None = None, softcap: float | None = None) -> tuple[Tensor, Pages]:
         """The grouped query and what a router is shown for it."""
         grouped = query.unflatten(1, (HEADS, GROUP))
-        return grouped, view_pages(self.binding, self.layer, grouped, mask, DIM**-0.5, softcap)
+        return grouped, view_pages(self.binding, self.layer, grouped.shape[3], mask, DIM**-0.5, softcap)
 
 
 def filled(config: OvalConfig, tokens: Tokens, padding: list[int] | None = None) -> Attention:

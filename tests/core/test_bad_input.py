@@ -21,8 +21,8 @@ from oval_core.routers.box import BoxRouter
 from tests.core import tiny_models
 from tests.core.tiny_models import MAX_POSITIONS, SLIDING_WINDOW, generate, llama, one_by_one, prompt, read
 
-FULL = OvalConfig(page_size=8, budget_ratio=1.0, always_paged=True)
-SPARSE = OvalConfig(page_size=8, budget_pages=4)
+FULL = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=1.0, always_paged=True)
+SPARSE = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4)
 EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 
 
@@ -71,7 +71,7 @@ class TestPrompts:
         plain = generate(model, prompt(1), max_new_tokens=12)
         with attach(model, FULL) as handle:
             paged = generate(model, prompt(1), max_new_tokens=12)
-            assert handle.stats()["dense_steps"] == {"empty cache": 1, "no full page yet": 7}
+            assert handle.stats()["dense_steps"] == {"empty cache": 1, "no sealed page yet": 7}
         assert paged.sequences.tolist() == plain.sequences.tolist()
 
     def test_embeddings_instead_of_tokens(self) -> None:

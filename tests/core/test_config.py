@@ -43,6 +43,7 @@ REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"estimate_tail": "all"}, ValueError, r"estimate_tail must be one of \('shortlist', 'none'\), got 'all'"),
     ({"estimate_tail": None}, TypeError, r"estimate_tail must be one of .*, got None \(NoneType\)"),
     ({"max_sparse_query_tokens": 0}, ValueError, r"max_sparse_query_tokens must be an integer >= 1, got 0"),
+    ({"seal_tokens": 0}, ValueError, r"seal_tokens must be an integer >= 1, got 0"),
     ({"min_context_tokens": -1}, ValueError, r"min_context_tokens must be an integer >= 0, got -1"),
     ({"stats_every": -1}, ValueError, r"stats_every must be an integer >= 0, got -1"),
     ({"seed": 1.5}, TypeError, r"seed must be an integer >= 0, got 1\.5 \(float\)"),

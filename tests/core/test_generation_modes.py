@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from oval_core import OvalConfig, attach
 from tests.core.tiny_models import PAD, generate, llama, prompt, read
 
-FULL = OvalConfig(page_size=8, budget_ratio=1.0, always_paged=True)
-SPARSE = OvalConfig(page_size=8, budget_pages=4)
+FULL = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=1.0, always_paged=True)
+SPARSE = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4)
 EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 PADDING = 27  # tokens, no whole number of pages
 

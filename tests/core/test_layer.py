@@ -45,6 +45,17 @@ def test_a_page_is_sealed_at_the_update_after_it_was_attended() -> None:
     assert starts(attention) == [0, 8]
 
 
+def test_full_pages_are_sealed_together_once_enough_tokens_are_open() -> None:
+    attention, tokens = Attention(small_config(seal_tokens=24)), random_tokens(1, 62)
+    attention(tokens.part(0, 20))
+    pages = []
+    for token in range(20, 62):
+        attention.decode(tokens.part(token, token + 1))
+        pages.append(len(starts(attention)))
+    assert pages == [0] * 4 + [3] * 24 + [6] * 14  # 24 tokens were attended before token 24 came, 48 before token 48
+    assert attention.recorder.report()["dense_steps"] == {"empty cache": 1, "no sealed page yet": 4}
+
+
 def test_tokens_that_no_attention_has_seen_enter_no_basis() -> None:
     layer, tokens = empty_layer(), random_tokens(1, 48)
     for start in (0, 16, 32):

@@ -18,8 +18,8 @@ from oval_core.routers import Pages, Router
 from tests.core import tiny_models
 from tests.core.tiny_models import prompt
 
-FULL = OvalConfig(page_size=8, budget_ratio=1.0, always_paged=True)
-SPARSE = OvalConfig(page_size=8, budget_pages=4)
+FULL = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=1.0, always_paged=True)
+SPARSE = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4)
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ def test_reasons_are_counted_once_a_step() -> None:
     report = attention.recorder.report()
     assert report["dense_steps"] == {
         "empty cache": 1,
-        "no full page yet": 3,
+        "no sealed page yet": 3,
         "query chunk longer than max_sparse_query_tokens": 1,
         "context below min_context_tokens": 3 + 12,
         "position bias": 1,

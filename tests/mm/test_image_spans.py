@@ -343,7 +343,7 @@ def test_rows_are_marked_apart() -> None:
 
 def test_a_layer_takes_the_marks() -> None:
     spans = find_spans(ids("ii t ii t", "ii t"), IMAGE, 2)
-    layer = OvalLayer(OvalConfig(page_size=8, rank=1, router="box"), None, 0)
+    layer = OvalLayer(OvalConfig(page_size=8, seal_tokens=1, router="box"), None, 0)
     layer.update(torch.randn(2, 1, 6, 8), torch.randn(2, 1, 6, 8))
     for mark in marks(spans):
         layer.mark(*mark)
