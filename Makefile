@@ -37,15 +37,16 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.layer
 	$(RUN) -m benchmarks.breakdown
 	$(RUN) -m benchmarks.quality
-	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --name quality_equal
+	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --positions 32 --name quality_equal
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
 	$(RUN) -m benchmarks.generation
 	$(RUN) -m benchmarks.readme
 
 bench-rivals: $(STAMP) $(RIVALS_STAMP) ## compare with methods that evict, in an environment of their own
 	$(RUN) -c "from demos.smollm2 import load_model; load_model()" # fills the cache that both read
-	$(RIVALS)/bin/python -m benchmarks.rivals.kvpress_quality
+	$(RIVALS)/bin/python -m benchmarks.rivals.kvpress_quality --positions 32
 	$(RUN) -m benchmarks.rivals.oval_quality
+	$(RUN) -m benchmarks.readme
 
 $(RIVALS_STAMP): benchmarks/rivals/requirements.txt
 	$(PYTHON) -m venv $(RIVALS)

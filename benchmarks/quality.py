@@ -1,28 +1,29 @@
 """Quality against bytes: KL, top-1 agreement and perplexity change against dense attention, for every router.
 
-The last positions of each text are re-read token by token under each setting, in all layers, with errors propagating.
-Bytes are those of one KV head and decoding step, all metadata counted, as if keys, values and page features were
-bfloat16 (int8 bases stay int8); `bytes_ratio` is their share of a dense read. Sinks, window and the open page are
-inside every budget.
+Every text is read at several places (stretches of `context` tokens one after the other); the last positions of each are
+re-read token by token under each setting, in all layers, with errors propagating. Bytes are those of one KV head and
+decoding step, all metadata counted, as if keys, values and page features were bfloat16 (int8 bases stay int8);
+`bytes_ratio` is their share of a dense read. Bytes, pages and hit rate are means over the texts.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.settings import BYTES_PER_ELEMENT, Setting, ablations, equal_bytes, frontier, head_dim_of, quick
-from benchmarks.teacher_forcing import Comparison, Prefix, compare, prefill
+from benchmarks.settings import Setting, ablations, equal_bytes, frontier, head_dim_of, quick
+from benchmarks.teacher_forcing import Comparison, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
 from oval_core.kernels.cpu import FUSED_ROUTERS
@@ -36,7 +37,11 @@ Plan = list[Entry]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result; `layer_ms` is the time of one attention layer, for routers that run as compiled code."""
+    """One text under one setting.
+
+    `kl`, `top1` and `ppl_ratio` are means over the places, `kl_places` has one KL a place. `layer_ms` is the time of an
+    attention layer, for routers that run as compiled code.
+    """
 
     group: str
     share: float | None
@@ -51,6 +56,7 @@ class Row:
     pages_read_mean: float
     bytes_ratio: float
     kl: float
+    kl_places: list[float]
     top1: float
     ppl_ratio: float
     hit_rate: float | None
@@ -64,21 +70,29 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     plans = {context: _plan(options, context, model) for context in options.contexts}
     layer_ms = {context: _time_layer(plan, model, context) for context, plan in plans.items()}
-    work = sum(context + (options.positions + 1) * len(plan) for context, plan in plans.items())
-    with tqdm(total=work * len(options.texts), unit="token") as progress:
-        for text, context in product(options.texts, options.contexts):
-            tokens = tokenizer(load_text(text), return_tensors="pt", verbose=False).input_ids[:, :context]
-            progress.set_description(f"{text}: dense")
-            prefix = prefill(model, tokens, options.positions, progress.update)
-            for entry in plans[context]:
+    texts = [tokenizer(load_text(text), return_tensors="pt", verbose=False).input_ids[0] for text in options.texts]
+    rows_read = len(texts) * options.places
+    work = sum(rows_read * (context + (options.positions + 1) * len(plan)) for context, plan in plans.items())
+    with tqdm(total=work, unit="token") as progress:
+        for context, plan in plans.items():
+            progress.set_description(f"{context} tokens: dense")
+            prefix = prefill(model, _stretches(texts, options.places, context), options.positions, progress.update)
+            for entry in plan:
                 setting = entry[2]
-                progress.set_description(f"{text}: {setting.router}/{setting.budget_pages}")
+                progress.set_description(f"{context} tokens: {setting.router}/{setting.budget_pages}")
                 result = compare(model, prefix, setting.config(), progress.update)
-                rows.append(
-                    _row(entry, text, prefix, result, head_dim_of(model.config), layer_ms[context].get(setting))
-                )
-                tqdm.write(_line(rows[-1]))
+                new = _rows(entry, options.texts, context, result, layer_ms[context].get(setting))
+                tqdm.write("\n".join(map(_line, new)))
+                rows += new
     _report(rows, options)
+
+
+def _stretches(texts: list[Tensor], places: int, context: int) -> Tensor:
+    """The first `places` stretches of `context` tokens of each text: int64 `[texts * places, context]`."""
+    short = min(len(text) for text in texts)
+    if short < places * context:
+        raise SystemExit(f"{places} places of {context} tokens do not fit into a text of {short} tokens")
+    return torch.cat([text[: places * context].view(places, context) for text in texts])
 
 
 def _plan(options: argparse.Namespace, context: int, model: PreTrainedModel) -> Plan:
@@ -96,7 +110,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--contexts", nargs="+", type=int, default=[6144], help="tokens of each text (default: 6144)")
-    parser.add_argument("--positions", type=int, default=96, help="last positions compared (default: %(default)s)")
+    parser.add_argument("--places", type=int, default=2, help="stretches of each text (default: %(default)s)")
+    parser.add_argument("--positions", type=int, default=48, help="last positions of each (default: %(default)s)")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["frontier"], help=_GROUPS_HELP)
     parser.add_argument("--name", default="quality", help="of the JSON and the plot (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where JSON and plot go")
@@ -105,26 +120,33 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _row(entry: Entry, text: str, prefix: Prefix, result: Comparison, head_dim: int, layer_ms: float | None) -> Row:
+def _rows(entry: Entry, texts: list[str], context: int, result: Comparison, layer_ms: float | None) -> list[Row]:
+    """One row a text."""
     group, share, setting = entry
-    token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
-    context = prefix.tokens.shape[1]
+    places = len(result.kl) // len(texts)
     pages_read = result.stats["pages_read_mean"] or context / setting.page_size  # None: the budget covered every page
-    exact = pages_read * setting.page_size * token_bytes
-    return Row(
-        group=group,
-        share=share,
-        text=text,
-        context=context,
-        **asdict(setting),
-        pages_read_mean=pages_read,
-        bytes_ratio=(exact + result.metadata_bytes) / (context * token_bytes),
-        kl=result.kl,
-        top1=result.top1,
-        ppl_ratio=result.ppl_ratio,
-        hit_rate=result.stats["route_hit_rate"],
-        layer_ms=layer_ms,
-    )
+
+    def of_text(values: list[float], text: int) -> list[float]:
+        return values[text * places : (text + 1) * places]
+
+    return [
+        Row(
+            group=group,
+            share=share,
+            text=name,
+            context=context,
+            **asdict(setting),
+            pages_read_mean=pages_read,
+            bytes_ratio=result.bytes_ratio,
+            kl=mean(of_text(result.kl, text)),
+            kl_places=of_text(result.kl, text),
+            top1=mean(of_text(result.top1, text)),
+            ppl_ratio=mean(of_text(result.ppl_ratio, text)),
+            hit_rate=result.stats["route_hit_rate"],
+            layer_ms=layer_ms,
+        )
+        for text, name in enumerate(texts)
+    ]
 
 
 def _time_layer(plan: Plan, model: PreTrainedModel, context: int) -> dict[Setting, float]:
@@ -150,6 +172,7 @@ def _report(rows: list[Row], options: argparse.Namespace) -> None:
         "benchmark": options.name,
         "command": options.command,
         "model": options.model or "SmolLM2-135M-Instruct (Q4_1 weights, float32 arithmetic)",
+        "places": options.places,
         "positions": options.positions,
         "machine": describe_machine(),
         "rows": [asdict(row) for row in rows],

@@ -40,7 +40,7 @@ def quality_equal_table(result: Result) -> str:
             ratios = [f"**{_ratio(same_share, column, rivals):.2f}**" for column in columns]
             lines.append((f"**basis / {name}**", f"{share:.0%}", *ratios))
     head = ("router", "bytes / dense", *(f"{text} {context:,}" for text, context in columns))
-    return f"{table(head, lines)}\n\n{source(result)} KL to dense, last {result['positions']} positions."
+    return f"{table(head, lines)}\n\n{source(result)} KL to dense, {_positions(result)}."
 
 
 def quality_ablation_table(result: Result) -> str:
@@ -104,4 +104,8 @@ def _conditions(result: Result) -> str:
     rows: Rows = result["rows"]
     texts = ", ".join(dict.fromkeys(row["text"] for row in rows))
     contexts = ", ".join(dict.fromkeys(f"{row['context']:,}" for row in rows))
-    return f"{contexts} tokens, last {result['positions']} positions, page size 16 unless named, texts: {texts}."
+    return f"{contexts} tokens, {_positions(result)}, page size 16 unless named, texts: {texts}."
+
+
+def _positions(result: Result) -> str:
+    return f"last {result['positions']} positions at {result['places']} places of each text"

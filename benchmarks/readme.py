@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.generation_tables import generation_table
 from benchmarks.markdown import Result, source, table
 from benchmarks.quality_tables import quality_ablation_table, quality_equal_table, quality_table
+from benchmarks.rivals.tables import rivals_table
 
 MEASUREMENTS = Path("docs/measurements")
 
@@ -22,10 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="what is rewritten")
     options = parser.parse_args(arguments)
     text = options.readme.read_text(encoding="utf-8")
-    for name, render in TABLES.items():
-        source = options.results / f"{name}.json"
-        if source.exists():
-            text = _replace(text, name, render(json.loads(source.read_text())))
+    for name, (results, render) in TABLES.items():
+        files = [options.results / f"{result}.json" for result in results]
+        if all(file.exists() for file in files):
+            text = _replace(text, name, render(*(json.loads(file.read_text()) for file in files)))
     options.readme.write_text(text, encoding="utf-8")
 
 
@@ -106,14 +107,16 @@ def breakdown_table(result: Result) -> str:
     return f"{table(head, lines)}\n\n{source(result)}"
 
 
-TABLES: dict[str, Callable[[Result], str]] = {
-    "quality": quality_table,
-    "quality_equal": quality_equal_table,
-    "quality_ablation": quality_ablation_table,
-    "generation": generation_table,
-    "decode": decode_table,
-    "layer": layer_table,
-    "breakdown": breakdown_table,
+# Section of the README -> the results that it is made of, and how.
+TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "quality": (("quality",), quality_table),
+    "quality_equal": (("quality_equal",), quality_equal_table),
+    "quality_ablation": (("quality_ablation",), quality_ablation_table),
+    "rivals": (("rivals_kvpress", "rivals_oval", "quality_equal"), rivals_table),
+    "generation": (("generation",), generation_table),
+    "decode": (("decode",), decode_table),
+    "layer": (("layer",), layer_table),
+    "breakdown": (("breakdown",), breakdown_table),
 }
 
 if __name__ == "__main__":

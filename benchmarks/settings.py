@@ -64,7 +64,7 @@ def equal_bytes(context: int, head_dim: int) -> list[tuple[float, Setting]]:
     kinds = [Setting("basis", 16, 3)]
     kinds += [Setting(router, size, 3) for router in ("box", "quest int8") for size in (16, 32)]
     kinds += [Setting(router, 16, 3) for router in ("mean", "window", "oracle")]
-    return [(share, _paid_for(kind, share, context, head_dim)) for share in SHARES for kind in kinds]
+    return [(share, paid_for(kind, share, context, head_dim)) for share in SHARES for kind in kinds]
 
 
 def ablations() -> list[Setting]:
@@ -89,7 +89,7 @@ def quick() -> list[Setting]:
     return [Setting(router, 16, 12) for router in ("basis", "box", "random")]
 
 
-def _paid_for(setting: Setting, share: float, context: int, head_dim: int) -> Setting:
+def paid_for(setting: Setting, share: float, context: int, head_dim: int) -> Setting:
     """`setting` with the largest budget whose bytes are at most `share` of the dense ones."""
     token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
     budget = setting.budget_pages

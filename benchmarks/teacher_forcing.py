@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.differences import differences
+from benchmarks.settings import BYTES_PER_ELEMENT, head_dim_of
 from oval_core import OvalConfig, attach
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -19,12 +20,12 @@ WARM_UP_TOKENS = 1  # the first step over a taken-over cache is dense: its pages
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefilled text.
+    """Prefilled texts, one a row.
 
     Attributes:
-        tokens: int64 `[1, context]`.
+        tokens: int64 `[rows, context]`.
         cache: keys and values of all but the last `positions` (and one warm-up) tokens.
-        logits: the dense model's, float32 `[positions, vocabulary]`.
+        logits: the dense model's, float32 `[rows, positions, vocabulary]`.
     """
 
     tokens: Tensor
@@ -34,40 +35,39 @@ class Prefix:
     @property
     def positions(self) -> int:
         """Positions that are compared."""
-        return self.logits.shape[0]
+        return self.logits.shape[1]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a run is from dense, means over the positions.
+    """How far a run is from dense.
 
     Attributes:
-        kl: KL(dense || run) in nats.
-        top1: share of positions with the same most likely token.
-        ppl_ratio: perplexity of the true next tokens over the dense model's.
+        kl, top1, ppl_ratio: of each row, see `differences`.
+        bytes_ratio: bytes of a KV head and step over those of a dense read, mean over the rows; keys, values and page
+            features counted as bfloat16, bases as int8.
         stats: what `handle.stats()` said.
-        metadata_bytes: of one KV head and step, page features counted as bfloat16.
-        logits: the run's, float32 `[positions, vocabulary]`.
+        logits: the run's, float32 `[rows, positions, vocabulary]`.
     """
 
-    kl: float
-    top1: float
-    ppl_ratio: float
+    kl: list[float]
+    top1: list[float]
+    ppl_ratio: list[float]
+    bytes_ratio: float
     stats: dict[str, Any]
-    metadata_bytes: int
     logits: Tensor
 
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, tokens: Tensor, positions: int, advance: Callable[[int], object]) -> Prefix:
-    """Read a text densely. `advance` is told how many tokens were read."""
+    """Read texts `[rows, context]` densely. `advance` is told how many tokens were read."""
     split = tokens.shape[1] - positions - WARM_UP_TOKENS
     cache = DynamicCache(config=model.config)
     for chunk in tokens[:, :split].split(PREFILL_CHUNK_TOKENS, dim=1):
         model(chunk, cache=cache, logits_to_keep=1)
-        advance(chunk.shape[1])
-    logits = model(tokens[:, split:], cache=shared(model, cache)).logits[0, WARM_UP_TOKENS:]
-    advance(tokens.shape[1] - split)
+        advance(chunk.numel())
+    logits = model(tokens[:, split:], cache=shared(model, cache)).logits[:, WARM_UP_TOKENS:]
+    advance(tokens[:, split:].numel())
     return Prefix(tokens, cache, logits.float())
 
 
@@ -76,15 +76,18 @@ def compare(model: PreTrainedModel, prefix: Prefix, config: OvalConfig, advance:
     """Read the last positions of `prefix` under `config`, token by token."""
     cache = shared(model, prefix.cache)
     last = prefix.tokens[:, -prefix.positions - WARM_UP_TOKENS :]
-    rows = []
+    steps = []
     with attach(model, config) as handle:
-        for token in last.split(1, dim=1):
-            rows.append(model(token, cache=cache).logits[0, -1].float())
-            advance(1)
+        for position, tokens in enumerate(last.split(1, dim=1)):
+            if position == WARM_UP_TOKENS:
+                before = handle.stats()
+            steps.append(model(tokens, cache=cache).logits[:, -1].float())
+            advance(len(tokens))
         stats = handle.stats()
-    logits = torch.stack(rows[WARM_UP_TOKENS:])
-    truth = prefix.tokens[0, prefix.tokens.shape[1] - prefix.positions + 1 :]
-    return Comparison(*differences(prefix.logits, logits, truth), stats, _metadata_bytes(cache), logits)
+    logits = torch.stack(steps[WARM_UP_TOKENS:], 1)
+    truth = prefix.tokens[:, prefix.tokens.shape[1] - prefix.positions + 1 :]
+    kl, top1, ppl_ratio = zip(*map(differences, prefix.logits, logits, truth), strict=True)
+    return Comparison([*kl], [*top1], [*ppl_ratio], _bytes_ratio(model, cache, before, stats), stats, logits)
 
 
 def shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
@@ -97,8 +100,18 @@ def shared(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
     return copy
 
 
+def _bytes_ratio(model: PreTrainedModel, cache: DynamicCache, before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Share of the tokens that the steps between two reports read exactly, and on top what metadata they read."""
+    read, metadata, dense = (after[key] - before[key] for key in ("bytes_read", "metadata_bytes", "bytes_dense"))
+    exact = (read - metadata) / dense
+    if metadata == 0:
+        return float(exact)
+    token_bytes = 2 * head_dim_of(model.config) * BYTES_PER_ELEMENT
+    return float(exact + _metadata_bytes(cache) / (cache.get_seq_length() * token_bytes))
+
+
 def _metadata_bytes(cache: DynamicCache) -> int:
-    """Bytes of metadata that one selection of the last layer reads."""
+    """Bytes of metadata that one KV head reads at one step, page features counted as bfloat16."""
     layer: Any = cache.layers[-1]
     pages, features = layer.tables[0].num_pages, layer.pages.features
     shortlist = layer.config.shortlist_for(pages)

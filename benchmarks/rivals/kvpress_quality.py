@@ -36,15 +36,20 @@ def main(arguments: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     encode = _encoder(options.model)
     settings = [(name, kept) for name in options.presses for kept in options.kept]
-    texts = {name: encode(load_text(name))[: options.context] for name in options.texts}
+    texts = {
+        (name, place): tokens
+        for name in options.texts
+        for place, tokens in enumerate(_stretches(encode, name, options))
+    }
     prompts = [make_prompt(encode, index, options.context) for index in range(options.prompts)]
     work = sum(len(tokens) + (options.positions + 1) * len(settings) for tokens in texts.values())
     work += sum(len(prompt.prefix) + len(prompt.suffix) * (len(settings) + 1) + len(settings) for prompt in prompts)
     rows: list[Row] = []
     with tqdm(total=work, unit="token") as progress:
-        for name, tokens in texts.items():
+        for (name, place), tokens in texts.items():
             progress.set_description(name)
-            rows += _text_rows(model, name, tokens, options.positions, settings, progress.update)
+            for row in _text_rows(model, tokens, options.positions, settings, progress.update):
+                rows.append({"kind": "text", "text": name, "place": place, **row})
         for index, prompt in enumerate(prompts):
             progress.set_description(f"late questions {index}")
             rows += _late_rows(model, index, prompt, settings, progress.update)
@@ -59,7 +64,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--prompts", type=int, default=4, help=f"late questions, 0 to {MAX_PROMPTS} (default: 4)")
     parser.add_argument("--context", type=int, default=6144, help="tokens of a text (default: %(default)s)")
-    parser.add_argument("--positions", type=int, default=96, help="last positions compared (default: %(default)s)")
+    parser.add_argument("--places", type=int, default=2, help="stretches of each text (default: %(default)s)")
+    parser.add_argument("--positions", type=int, default=48, help="last positions of each (default: %(default)s)")
     parser.add_argument("--presses", nargs="+", choices=PRESSES, default=list(PRESSES), help="methods (default: all)")
     kept = [0.12, 0.16, 0.2, 0.28, 0.5]
     parser.add_argument("--kept", nargs="+", type=float, default=kept, help="shares of the entries that stay")
@@ -84,24 +90,23 @@ def _encoder(model: str) -> Callable[[str], list[int]]:
     return encode
 
 
+def _stretches(encode: Callable[[str], list[int]], name: str, options: argparse.Namespace) -> list[list[int]]:
+    """The same stretches of a text as `benchmarks.quality` reads."""
+    tokens, length = encode(load_text(name)), options.context
+    if len(tokens) < options.places * length:
+        raise SystemExit(f"{options.places} places of {length} tokens do not fit into {name} of {len(tokens)} tokens")
+    return [tokens[place * length : (place + 1) * length] for place in range(options.places)]
+
+
 def _text_rows(
-    model: PreTrainedModel, name: str, tokens: list[int], positions: int, settings: list[Setting], advance: Advance
+    model: PreTrainedModel, tokens: list[int], positions: int, settings: list[Setting], advance: Advance
 ) -> Iterator[Row]:
-    """Re-read the last positions of one text under every setting."""
+    """Re-read the last positions of one stretch under every setting."""
     text = prefill(model, torch.tensor([tokens]), positions, settings, advance)
     truth = text.tokens[0, len(tokens) - positions + 1 :]
     for setting in settings:
         kl, top1, ppl_ratio = differences(text.logits, reread(model, text, setting, advance), truth)
-        read = _read(text, setting)
-        yield {
-            "kind": "text",
-            "text": name,
-            "context": len(tokens),
-            **read,
-            "kl": kl,
-            "top1": top1,
-            "ppl_ratio": ppl_ratio,
-        }
+        yield {"context": len(tokens), **_read(text, setting), "kl": kl, "top1": top1, "ppl_ratio": ppl_ratio}
 
 
 def _late_rows(

@@ -18,16 +18,13 @@ from transformers import PreTrainedModel
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.rivals.late_questions import MAX_PROMPTS, LateQuestions, make_prompt, score_answers
-from benchmarks.settings import BYTES_PER_ELEMENT, head_dim_of
-from benchmarks.teacher_forcing import Comparison, compare, prefill
+from benchmarks.settings import Setting, head_dim_of, paid_for
+from benchmarks.teacher_forcing import compare, prefill
 from demos.smollm2 import load_model
-from oval_core import OvalConfig
 
 Row = dict[str, Any]
 Advance = Callable[[int], object]
-PAGE_TOKENS = 16
-LEAST_PAGES = 3  # sink, window and open page
-METADATA_SHARES = {"box": 0.034, "basis": 0.077}  # of the dense bytes, about; rows hold what was really read
+ROUTERS = ("box", "basis")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,18 +47,12 @@ def main(arguments: list[str] | None = None) -> None:
     _report(rows, options)
 
 
-def budget_for(router: str, share: float, context: int) -> int:
-    """Pages to read exactly, so that these and the metadata take about `share` of the bytes of `context` tokens."""
-    return max(LEAST_PAGES, round((share - METADATA_SHARES[router]) * context / PAGE_TOKENS))
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals.oval_quality", description=__doc__)
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--prompts", type=int, default=4, help=f"late questions, 1 to {MAX_PROMPTS} (default: 4)")
     parser.add_argument("--context", type=int, default=6144, help="tokens of a passage (default: %(default)s)")
-    routers = list(METADATA_SHARES)
-    parser.add_argument("--routers", nargs="+", choices=routers, default=routers, help="routers (default: all)")
+    parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS), help="routers (default: all)")
     kept = [0.12, 0.16, 0.2, 0.28, 0.5]
     parser.add_argument("--kept", nargs="+", type=float, default=kept, help="shares of the bytes to read, about")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes (default: %(default)s)")
@@ -77,25 +68,15 @@ def _rows(
     tokens = torch.tensor([prompt.prefix + prompt.suffix])
     prefix = prefill(model, tokens, len(prompt.suffix), advance)
     same = {"kind": "late", "prompt": index, "digest": prompt.digest, "context": len(prompt.prefix)}
-    dense = score_answers(prefix.logits, prompt)
+    dense = score_answers(prefix.logits[0], prompt)
     yield {**same, "router": "dense", "kept": 1.0, "bytes_ratio": 1.0, "nll": dense.nll, "greedy": dense.greedy}
     for router in options.routers:
         for kept in options.kept:
-            budget = budget_for(router, kept, tokens.shape[1])
-            config = OvalConfig(router=router, budget_pages=budget, page_size=PAGE_TOKENS, stats_every=0)
-            run = compare(model, prefix, config, advance)
-            score = score_answers(run.logits, prompt)
-            read = {"budget_pages": budget, "bytes_ratio": _bytes_ratio(model, run, tokens.shape[1])}
+            setting = paid_for(Setting(router, 16, 3), kept, tokens.shape[1], head_dim_of(model.config))
+            run = compare(model, prefix, setting.config(), advance)
+            score = score_answers(run.logits[0], prompt)
+            read = {"budget_pages": setting.budget_pages, "bytes_ratio": run.bytes_ratio}
             yield {**same, "router": router, "kept": kept, **read, "nll": score.nll, "greedy": score.greedy}
-
-
-def _bytes_ratio(model: PreTrainedModel, run: Comparison, context: int) -> float:
-    """Bytes of a KV head and step over those of reading `context` tokens; 1 if every step was dense."""
-    if run.stats["pages_read_mean"] is None:
-        return 1.0
-    token_bytes = 2 * head_dim_of(model.config) * BYTES_PER_ELEMENT
-    exact: float = run.stats["pages_read_mean"] * PAGE_TOKENS * token_bytes
-    return (exact + run.metadata_bytes) / (context * token_bytes)
 
 
 def _report(rows: list[Row], options: argparse.Namespace) -> None:

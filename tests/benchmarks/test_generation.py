@@ -61,7 +61,7 @@ def test_the_readme_counts_answers_among_those_of_the_dense_model() -> None:
     result: dict[str, Any] = {"command": "C", "router": "box", "budget_pages": 96, "page_size": 16, "rows": []}
     result["machine"] = {"cpu": "C", "threads": 2, "simd": "S", "torch": "1", "transformers": "2"}
     result["summary"] = {"asked": 3, "dense_answers": 2, "oval_answers": 2, "both_answer": 1}
-    table = readme.TABLES["generation"]({**result, "needles": answers})
+    table = readme.TABLES["generation"][1]({**result, "needles": answers})
     assert "| context | bytes / dense | depth 0% | depth 100% | all |" in table
     assert "| 2,000 | 50.0% | 1 of 1 | 0 of 1 | 1 of 2 |" in table
     assert "Of 3 questions the dense model answers 2, OVAL 2, of those that the dense model answers 1." in table

@@ -63,7 +63,7 @@ def test_prompts_and_figures_need_no_transformers() -> None:
 @pytest.fixture
 def result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     model = save_tiny_checkpoint(tmp_path / "model")
-    sizes = ["--context", "4000", "--prompts", "1", "--kept", "0.2", "1.2"]
+    sizes = ["--context", "4000", "--prompts", "1", "--kept", "0.2", "1.5"]
     oval_quality.main(["--model", str(model), "--out", str(tmp_path), *sizes])
     printed: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed == json.loads((tmp_path / "rivals_oval.json").read_text())
@@ -72,7 +72,7 @@ def result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
 
 def test_oval_is_asked_late(result: dict[str, Any]) -> None:
     rows = {(row["router"], row["kept"]): row for row in result["rows"]}
-    assert list(rows) == [("dense", 1.0), *((router, kept) for router in ("box", "basis") for kept in (0.2, 1.2))]
+    assert list(rows) == [("dense", 1.0), *((router, kept) for router in ("box", "basis") for kept in (0.2, 1.5))]
     dense = rows["dense", 1.0]
     for (router, kept), row in rows.items():
         assert row["digest"] == dense["digest"]
