@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.settings import Setting, ablations, equal_bytes, frontier, head_dim_of, quick
-from benchmarks.teacher_forcing import Comparison, compare, prefill
+from benchmarks.teacher_forcing import WARM_UP_TOKENS, Comparison, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
 from oval_core.kernels.cpu import FUSED_ROUTERS
@@ -70,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     plans = {context: _plan(options, context, model) for context in options.contexts}
     layer_ms = {context: _time_layer(plan, model, context) for context, plan in plans.items()}
-    texts = [tokenizer(load_text(text), return_tensors="pt", verbose=False).input_ids[0] for text in options.texts]
+    as_tokens = partial(tokenizer, return_tensors="pt", add_special_tokens=False, verbose=False)
+    texts = [as_tokens(load_text(text)).input_ids[0] for text in options.texts]
     rows_read = len(texts) * options.places
     work = sum(rows_read * (context + (options.positions + 1) * len(plan)) for context, plan in plans.items())
     with tqdm(total=work, unit="token") as progress:
@@ -116,6 +118,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="quality", help="of the JSON and the plot (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where JSON and plot go")
     options = parser.parse_args(arguments)
+    if options.places < 1 or not 2 <= options.positions < min(options.contexts) - WARM_UP_TOKENS:
+        parser.error(
+            f"--places takes 1 or more, --positions 2 or more and fewer than the tokens of a context, got "
+            f"{options.places} and {options.positions}"
+        )
     options.command = command_line("quality", arguments)
     return options
 

@@ -108,4 +108,5 @@ def _conditions(result: Result) -> str:
 
 
 def _positions(result: Result) -> str:
-    return f"last {result['positions']} positions at {result['places']} places of each text"
+    """Results from before texts were read at several places have one."""
+    return f"last {result['positions']} positions at {result.get('places', 1)} place(s) of each text"

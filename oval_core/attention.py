@@ -162,7 +162,8 @@ def paged_attention(
     if _is_fused(binding, query, layer, mask, softcap, s_aux):
         out, selection = binding.recorder.timed(binding.kernels.cascade, query, layer, mask, scaling)
     else:
-        out, selection = _tier_by_tier(binding, layer, *look(), mask, s_aux)
+        with torch.autocast(query.device.type, enabled=False):
+            out, selection = _tier_by_tier(binding, layer, *look(), mask, s_aux)
     binding.recorder.paged(layer, selection, look)
     return out.to(query.dtype)
 

@@ -24,8 +24,8 @@ class OvalConfig:
 
     Args:
         page_size: tokens a page, a power of two from 8 to 256.
-        budget_pages: pages per KV head read exactly at a step; sinks, window and open page included. None: 48 with
-            the `basis` router, 96 with any other.
+        budget_pages: pages per KV head read exactly at a step; sinks and window included, the open tokens count as one.
+            None: 48 with the `basis` router, 96 with any other.
         budget_ratio: the same as a share of the pages in the cache, in (0, 1]; excludes `budget_pages`.
         sink_pages: pages at the start that are always read exactly.
         window_pages: sealed pages at the end that are always read exactly; the open tokens come on top.
@@ -94,7 +94,7 @@ class OvalConfig:
             object.__setattr__(self, "budget_pages", self._default_budget)
         budget = self._default_budget if self.budget_pages is None else self.budget_pages
         least = self.least_pages if isinstance(self.sink_pages, int) and isinstance(self.window_pages, int) else 1
-        expected = f"an integer >= {least} (sink_pages + window_pages + the open page)"
+        expected = f"an integer >= {least} (sink_pages + window_pages + one for the open tokens)"
         _check("budget_pages", budget, int, lambda v: v >= least, expected)
 
     def _check_names(self) -> None:
@@ -118,7 +118,7 @@ class OvalConfig:
 
     @property
     def least_pages(self) -> int:
-        """Pages that every step reads exactly: sinks, window and the open page."""
+        """Pages that every step reads exactly: sinks, window, and the open tokens, which count as one."""
         return self.sink_pages + self.window_pages + 1
 
     def budget_for(self, num_pages: int) -> int:

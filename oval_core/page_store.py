@@ -93,12 +93,19 @@ class PageStore:
             raise ValueError(f"keys and values must have as many tokens, got {added} and {values.shape[2]}")
         if self.num_tokens + added > self.capacity_tokens:
             self._grow(self.num_tokens + added)
-        for rows, length in self._row_slices():
-            self._keys[rows, :, length : length + added] = keys[rows]
-            self._values[rows, :, length : length + added] = values[rows]
-            if self.visible is not None:
-                self.visible[rows, length : length + added] = True
+        if not self.is_ragged:
+            self._put(slice(None), self.num_tokens, keys, values)
+        else:
+            for row, length in enumerate(self.lengths):
+                self._put(row, length, keys[row], values[row])
         self.lengths = [length + added for length in self.lengths]
+
+    def _put(self, rows: slice | int, start: int, keys: Tensor, values: Tensor) -> None:
+        tokens = slice(start, start + keys.shape[-2])
+        self._keys[rows, :, tokens] = keys
+        self._values[rows, :, tokens] = values
+        if self.visible is not None:
+            self.visible[rows, tokens] = True
 
     @lasting
     def hide(self, visible: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Token <-> page arithmetic of one row: plain integers, no tensors.
 
     tokens   0 ........ first ........ sealed_end ........ length
-             padding    sealed pages                open page(s), always read exactly
+             padding    sealed pages                open tokens, always read exactly
 
 Every layer of every row has its own table; the layer mirrors it in device tensors.
 """

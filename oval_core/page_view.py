@@ -22,7 +22,7 @@ def view_pages(
     config, sealed, store = layer.config, layer.pages, layer.store
     most, device = sealed.num_pages, sealed.starts.device
     counts = [table.num_pages for table in layer.tables]
-    budget = [config.budget_for(count) - 1 for count in counts]  # the open page is read anyway
+    budget = [config.budget_for(count) - 1 for count in counts]  # the open tokens are read anyway
     shortlist = [config.shortlist_for(count) for count in counts]
     real_tokens = torch.tensor([[table.length - table.first] for table in layer.tables])
     starts, lengths = sealed.starts[:, :most], sealed.lengths[:, :most]
@@ -54,8 +54,9 @@ def view_pages(
 def _seen_tokens(mask: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     """Tokens of each page that the mask `[B, 1, Q, T]` shows to a query: int64 `[B, Q, P]`."""
     before = nn.functional.pad(mask[:, 0].long().cumsum(-1), (1, 0))  # [B, Q, T + 1]
-    begin = starts[:, None].expand(-1, before.shape[1], -1)
-    end = (starts + lengths)[:, None].expand_as(begin)
+    most = before.shape[-1] - 1  # what lies beyond belongs to pages that the row had before it was cropped
+    begin = starts.clamp_max(most)[:, None].expand(-1, before.shape[1], -1)
+    end = (starts + lengths).clamp_max(most)[:, None].expand_as(begin)
     return before.gather(-1, end) - before.gather(-1, begin)
 
 

@@ -32,11 +32,11 @@ class PagesRead:
 
     def add(self, layer: OvalLayer, selection: Selection) -> None:
         """The pages of `layer` that one step read."""
-        if self._pending and self._pending[0].pages.shape != selection.pages.shape:
+        short = layer.pages.has_short_pages
+        if self._pending and (short or self._pending[0].pages.shape != selection.pages.shape):
             self._count()
         self._pending.append(selection if selection.tail is None else selection._replace(tail=None))
         self._sealed, self._capacity_pages = layer.pages.counts, layer.pages.basis.capacity_pages
-        short = layer.pages.has_short_pages
         self._page_tokens = layer.pages.lengths if short else layer.config.page_size
         if short or len(self._pending) == SELECTIONS_AT_ONCE:  # lengths may change when a page is sealed again
             self._count()
@@ -77,11 +77,11 @@ class PagesRead:
         self._mark(pages, valid)
 
     def _mark(self, pages: Tensor, valid: Tensor) -> None:
-        shape = (*pages.shape[:2], self._capacity_pages + 1)
         ever = self._ever
-        if ever is None or ever.shape != shape:
+        if ever is None or ever.shape[:2] != pages.shape[:2] or ever.shape[2] <= self._capacity_pages:
+            shape = (*pages.shape[:2], self._capacity_pages + 1)
             grown = _lasting_zeros(shape, dtype=torch.bool, device=pages.device)
             if ever is not None and ever.shape[:2] == shape[:2]:
                 grown[..., : ever.shape[2] - 1] = ever[..., :-1]
             self._ever = ever = grown
-        ever.scatter_(-1, pages.masked_fill(~valid, shape[2] - 1), True)
+        ever.scatter_(-1, pages.masked_fill(~valid, ever.shape[2] - 1), True)

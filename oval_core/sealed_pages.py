@@ -18,7 +18,7 @@ from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
 from oval_core.routers import Router
 
-PAGES_AT_ONCE = 512  # pages summarised in one go, so that sealing a long prompt needs little scratch memory
+SCRATCH_BYTES = 8 << 20  # of the float32 keys summarised in one go: sealing a long prompt needs little memory at a time
 SPARE_PAGES = 16
 GROWTH = 1.5
 
@@ -95,9 +95,11 @@ class SealedPages:
 
     def seal(self, store: PageStore, limits: Sequence[int]) -> None:
         """Summarise every page that is full within the first `limits[row]` tokens of its row, once these are enough."""
-        if all(limit - table.sealed_end < self._seal_tokens for table, limit in zip(self.tables, limits, strict=True)):
+        rows = zip(self.tables, limits, strict=True)
+        enough = [limit if limit - table.sealed_end >= self._seal_tokens else 0 for table, limit in rows]
+        if not any(enough):
             return
-        new = [table.seal(limit) for table, limit in zip(self.tables, limits, strict=True)]
+        new = [table.seal(limit) for table, limit in zip(self.tables, enough, strict=True)]
         if any(new):
             self._summarise_new(store, new)
 
@@ -139,8 +141,10 @@ class SealedPages:
         for name in ("starts", "lengths", "tags"):
             values = torch.tensor(getattr(table, name)[pages.start : pages.stop], device=self.starts.device)
             getattr(self, name)[rows, pages.start : pages.stop] = values
-        for first in range(pages.start, pages.stop, PAGES_AT_ONCE):
-            self._summarise(store, rows, table, range(first, min(first + PAGES_AT_ONCE, pages.stop)))
+        batch, heads, _, dim = store.storage[0][rows].shape
+        at_once = max(1, SCRATCH_BYTES // (4 * batch * heads * self._page_size * dim))
+        for first in range(pages.start, pages.stop, at_once):
+            self._summarise(store, rows, table, range(first, min(first + at_once, pages.stop)))
 
     def _summarise(self, store: PageStore, rows: slice, table: PageTable, pages: range) -> None:
         keys, values, mask = self._tokens(store, rows, table, pages)

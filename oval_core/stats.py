@@ -120,9 +120,10 @@ class Recorder:
 
     def _look_closer(self, layer: OvalLayer, selection: Selection, look: Callable[[], tuple[Tensor, Pages]]) -> None:
         """Measure the hit rate, keep the selection: what is too costly for every step."""
-        shape = (*selection.pages.shape[:2], layer.pages.num_pages)
+        nothing = layer.pages.num_pages  # a column for what does not count
+        shape = (*selection.pages.shape[:2], nothing + 1)
         read = torch.zeros(shape, dtype=torch.bool, device=selection.pages.device)
-        read.scatter_(-1, selection.pages, selection.valid)
+        read = read.scatter_(-1, selection.pages.masked_fill(~selection.valid, nothing), True)[..., :nothing]
         if self.samples:
             self._hit_rates.append(_hit_rate(*look(), read))
         if self.trace is not None:

@@ -140,6 +140,7 @@ def _report(rows: list[Row], options: argparse.Namespace) -> None:
         "benchmark": "rivals_kvpress",
         "command": options.command,
         "model": "SmolLM2-135M-Instruct" if options.model == str(SMOLLM2) else options.model,
+        "places": options.places,
         "positions": options.positions,
         "machine": {**describe_machine(), "kvpress": version("kvpress")},
         "rows": rows,

@@ -18,6 +18,9 @@ def rivals_table(evicting: Result, retrieving: Result, quality: Result) -> str:
         evicting, retrieving: of `kvpress_quality` and `oval_quality`.
         quality: of `benchmarks.quality`, with its group "equal" at the context of the others.
     """
+    for key in ("places", "positions"):
+        if evicting[key] != quality[key]:
+            raise ValueError(f"{key} differ: {evicting[key]} with kvpress, {quality[key]} with OVAL")
     notes = f"{source(evicting)} kvpress {evicting['machine']['kvpress']}. {source(retrieving)} {source(quality)}"
     return "\n\n".join([_texts(evicting, quality), _late(evicting["rows"] + retrieving["rows"]), notes])
 

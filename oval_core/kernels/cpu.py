@@ -72,9 +72,9 @@ def cascade(query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float
     batch, heads, queries, _ = query.shape
     tokens, plan = _tokens(layer), _plan(layer)
     kv_heads, value_dim = tokens.keys.shape[1], tokens.values.shape[3]
-    out = torch.empty(batch, queries, heads, value_dim, dtype=torch.float32)
-    picked = torch.zeros(batch, kv_heads, plan.most_pages, dtype=torch.long)
-    valid = torch.zeros(batch, kv_heads, plan.most_pages, dtype=torch.bool)
+    out = torch.empty(batch, queries, heads, value_dim, dtype=torch.float32, device="cpu")
+    picked = torch.zeros(batch, kv_heads, plan.most_pages, dtype=torch.long, device="cpu")
+    valid = torch.zeros(batch, kv_heads, plan.most_pages, dtype=torch.bool, device="cpu")
     loops.cascade(
         query.float().contiguous().numpy(),
         _tail_mask(layer, mask, heads // kv_heads, queries),
@@ -105,7 +105,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
     if dtype not in _STORED_AS:
         return
-    config = OvalConfig(page_size=8, budget_pages=3, rank=1, stats_every=0)
+    config = OvalConfig(page_size=8, budget_pages=3, rank=1, seal_tokens=1, stats_every=0)
     layer = OvalLayer(config, None, 0)
     for tokens in (16, 1):
         layer.update(torch.zeros(1, 1, tokens, 8, dtype=dtype), torch.zeros(1, 1, tokens, 8, dtype=dtype))
@@ -125,10 +125,11 @@ _COMPILING = "OVAL: compiling the CPU kernels (about a minute, once; later proce
 
 def _tokens(layer: OvalLayer) -> loops.Tokens:
     store = layer.store
-    if "cpu_tokens" not in store.derived:
+    address = store.storage[0].data_ptr()  # `share_memory_` moves what a tensor holds
+    if store.derived.get("cpu_address") != address:
         keys, values = (storage.view(_STORED_AS[storage.dtype]).numpy() for storage in store.storage)
         visible = np.ones((keys.shape[0], 0), np.bool_) if store.visible is None else store.visible.numpy()
-        store.derived["cpu_tokens"] = loops.Tokens(keys, values, visible)
+        store.derived |= {"cpu_address": address, "cpu_tokens": loops.Tokens(keys, values, visible)}
     tokens: loops.Tokens = store.derived["cpu_tokens"]
     return tokens
 
@@ -143,10 +144,10 @@ class _Plan(NamedTuple):
 
 def _plan(layer: OvalLayer) -> _Plan:
     derived = layer.pages.derived
-    if "cpu" not in derived:
-        derived["cpu"] = _new_plan(layer)
-    plan: _Plan = derived["cpu"]
-    plan.packed.rows[:, 3:] = [(table.sealed_end, table.length) for table in layer.tables]
+    plan: _Plan | None = derived.get("cpu")
+    if plan is None or plan.packed.numbers[loops.FIRST_ADDRESS] != layer.pages.basis.centroid.data_ptr():
+        plan = derived["cpu"] = _new_plan(layer)
+    plan.packed.rows[:, loops.SEALED_END :] = [(table.sealed_end, table.length) for table in layer.tables]
     return plan
 
 

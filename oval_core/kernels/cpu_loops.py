@@ -7,6 +7,7 @@ what is looked at, so queries are rounded to int16 there: integers are multiplie
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,10 @@ NOTHING = np.float32(-1e30)  # stands for -inf, which fast-math arithmetic does 
 FORCED = np.float32(1e30)
 LEAST = np.float32(1e-30)
 BLOCK = 4  # tokens, pages or directions that are worked on together
+FIRST_ADDRESS = 8  # in `Packed.numbers`
+SEALED_END = 3  # column of `Packed.rows`
+
+fast = partial(njit, fastmath=True, error_model="numpy")  # a division by zero gives inf or NaN, as in torch
 
 
 class Bases(NamedTuple):
@@ -125,7 +130,7 @@ class Query(NamedTuple):
     tail_mask: Any
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _exp(x):
     """exp for x <= 0, in a form that vectorises; relative error about 1e-7 (Cephes coefficients)."""
     x = max(x, np.float32(-87.0))
@@ -152,7 +157,7 @@ def _float32_of(x):
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
 
 
-@njit(fastmath=True)
+@fast()
 def _int16(rows):
     """Rows rounded to int16 and the scale of each; no sum of products with int8 can leave int32."""
     count, dim = rows.shape
@@ -169,16 +174,17 @@ def _int16(rows):
     return rounded, scale
 
 
-@njit(fastmath=True, inline="always")
-def _dot(left, right):
-    """int16 . int8 in int32; the casts keep Numba from widening to int64."""
-    total = np.int32(0)
+@fast(inline="always")
+def _two_dots(left, right, other_left, other_right):
+    """int16 . int8 in int32, twice; the casts keep Numba from widening to int64."""
+    total, other = np.int32(0), np.int32(0)
     for d in range(left.shape[0]):
         total = np.int32(total + np.int32(np.int32(left[d]) * np.int32(right[d])))
-    return total
+        other = np.int32(other + np.int32(np.int32(other_left[d]) * np.int32(other_right[d])))
+    return total, other
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _most(values, count):
     most = NOTHING
     for i in range(count):
@@ -186,7 +192,7 @@ def _most(values, count):
     return most
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _exp_all(values, count, most):
     """Replace the first `count` values by exp(value - most); return their sum."""
     total = np.float32(0)
@@ -196,7 +202,7 @@ def _exp_all(values, count, most):
     return total
 
 
-@njit(fastmath=True)
+@fast()
 def _softmax(scores, out):
     out[:] = scores
     total = _exp_all(out, out.shape[0], _most(out, out.shape[0]))
@@ -204,7 +210,7 @@ def _softmax(scores, out):
         out[i] /= total
 
 
-@njit(fastmath=True)
+@fast()
 def _top(values, wanted, chosen):
     """Write the positions of the `wanted` largest values that stand for something; return how many there are."""
     count = values.shape[0]
@@ -225,21 +231,22 @@ def _top(values, wanted, chosen):
     return found
 
 
-@njit(fastmath=True)
+@fast()
 def _coarse(rows, b, h, bases, scaling, first, last, scores):
     """Tier 1 for pages first..last: `scores [R, P]`."""
     rounded, scale = _int16(rows)
-    absolute = np.abs(rounded)
+    absolute, size = np.abs(rounded), bases.coefficients.shape[4]
+    masses = np.log(np.maximum(np.arange(size + 1), 1)).astype(np.float32)
     for p in range(first, last):
         tokens, mu, radius = bases.tokens[b, h, p], bases.centroid[b, h, p], bases.radius[b, h, p]
-        mass = np.float32(np.log(np.float32(max(tokens, 1))))
         along, spread = scaling * bases.centroid_scale[b, h, p], scaling * bases.radius_scale[b, h, p]
         for r in range(rows.shape[0]):
-            logit = scale[r] * (along * _dot(rounded[r], mu) + spread * _dot(absolute[r], radius)) + mass
+            dot, reach = _two_dots(rounded[r], mu, absolute[r], radius)
+            logit = scale[r] * (along * dot + spread * reach) + masses[tokens]
             scores[r, p] = logit if tokens > 0 else NOTHING
 
 
-@njit(fastmath=True)
+@fast()
 def _page_shares(b, h, part_ends, coarse, tokens, choices):
     """Sum over the queries of each page's share of the mass by tier 1; sinks and window before all others."""
     rows, pages = coarse.shares.shape[2], tokens.shape[0]
@@ -262,7 +269,7 @@ def _page_shares(b, h, part_ends, coarse, tokens, choices):
     return total
 
 
-@njit(fastmath=True)
+@fast()
 def _basis(rows, b, h, bases, scaling, pages, lse, moved):
     """Tier 2 for `pages`, BLOCK of them at a time: log-masses `lse [R, n]`, mean coefficients `moved [R, n, r]`."""
     rank, size = bases.coefficients.shape[3], bases.coefficients.shape[4]
@@ -289,7 +296,7 @@ def _up(n):
     return (n + BLOCK - 1) // BLOCK * BLOCK
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _widen(stored, wide):
     """int8 rows as float32, not scaled."""
     for k in range(stored.shape[0]):
@@ -298,7 +305,7 @@ def _widen(stored, wide):
             target[d] = source[d]
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _stack(first, others, vectors):
     """One int8 vector and the rows of another array as float32, not scaled."""
     target = vectors[0]
@@ -307,7 +314,7 @@ def _stack(first, others, vectors):
     _widen(others, vectors[1:])
 
 
-@njit(fastmath=True)
+@fast()
 def _dots(rows, vectors, scaling, out):
     """`out[r, i] = s rows[r] . vectors[i]`, BLOCK vectors at a time so that the row is loaded once for all."""
     for i in range(0, vectors.shape[0], BLOCK):
@@ -322,7 +329,7 @@ def _dots(rows, vectors, scaling, out):
             out[r, i], out[r, i + 1], out[r, i + 2], out[r, i + 3] = scaling * w, scaling * x, scaling * y, scaling * z
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _log_masses(along, b, h, bases, block, c, logits, weights, lse):
     """One query, a block of pages: their largest logits `lse`, and `logits [BLOCK, S]`, weights relative to those."""
     rank, size = bases.coefficients.shape[3], logits.shape[1]
@@ -343,7 +350,7 @@ def _log_masses(along, b, h, bases, block, c, logits, weights, lse):
         lse[i] = most
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _add_weighted(weights, rows, out):
     """`out += weights . rows`, BLOCK rows at a time; their number is a multiple of it."""
     for first in range(0, weights.shape[0], BLOCK):
@@ -352,7 +359,7 @@ def _add_weighted(weights, rows, out):
             out[d] += w * rows[first, d] + x * rows[first + 1, d] + y * rows[first + 2, d] + z * rows[first + 3, d]
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _mean_coefficients(weights, c, lse, moved):
     """Add the log of the summed `weights [BLOCK, S]` to `lse`; `moved [n, r]` = weights . C over their sum."""
     size = weights.shape[1]
@@ -368,7 +375,7 @@ def _mean_coefficients(weights, c, lse, moved):
             moved[i, k] = mean / mass
 
 
-@njit(fastmath=True)
+@fast()
 def _impact(rows, b, h, bases, scaling, value_norm, pages, lse):
     """Tier 3: how far the approximation of each of `pages` could move the output."""
     share, impact = np.empty(pages.shape[0], np.float32), np.zeros(pages.shape[0], np.float32)
@@ -382,7 +389,7 @@ def _impact(rows, b, h, bases, scaling, value_norm, pages, lse):
     return impact
 
 
-@njit(fastmath=True)
+@fast()
 def _token_list(b, tokens, table, pages, part, parts, listed):
     """This part's share of the tokens to read exactly; returns how many. Open tokens come after those in pages."""
     found, count = 0, pages.shape[0]
@@ -399,7 +406,7 @@ def _token_list(b, tokens, table, pages, part, parts, listed):
     return found
 
 
-@njit(fastmath=True)
+@fast()
 def _read(query, b, h, tokens, sealed_end, scaling, listed, found, out, most, mass):
     """Exact attention over the `found` tokens listed (with room for BLOCK more).
 
@@ -425,7 +432,7 @@ def _read(query, b, h, tokens, sealed_end, scaling, listed, found, out, most, ma
     _read_values(tokens.values, b, h, listed, padded, logits, out)
 
 
-@njit(fastmath=True)
+@fast()
 def _read_keys(rows, keys, b, h, scaling, listed, count, logits):
     """`logits[r, i] = s rows[r] . keys[listed[i]]`, BLOCK tokens at a time so that the query is loaded once for all."""
     for i in range(0, count, BLOCK):
@@ -442,7 +449,7 @@ def _read_keys(rows, keys, b, h, scaling, listed, count, logits):
             logits[r, i + 2], logits[r, i + 3] = scaling * z, scaling * a
 
 
-@njit(fastmath=True)
+@fast()
 def _read_values(values, b, h, listed, count, weights, out):
     """`out[r] += sum of weights[r, i] values[listed[i]]`, BLOCK tokens at a time: `out` is stored once for all."""
     for i in range(0, count, BLOCK):
@@ -467,7 +474,7 @@ def _last_unread(read):
     return last
 
 
-@njit(fastmath=True)
+@fast()
 def _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass):
     """Add the shortlisted pages that are not read, as their bases approximate them, BLOCK of them at a time."""
     rows, dim = out.shape
@@ -492,7 +499,7 @@ def _add_tail(b, h, bases, pages, read, lse, moved, out, most, mass):
             filled = 0
 
 
-@njit(fastmath=True, inline="always")
+@fast(inline="always")
 def _weigh_values(share, b, h, p, bases, moved, weights):
     """What v0 and the rows of W of one page are multiplied by for one query."""
     weights[0] = share * bases.value_offset_scale[b, h, p]
@@ -500,7 +507,7 @@ def _weigh_values(share, b, h, p, bases, moved, weights):
         weights[k + 1] = share * moved[k] * bases.coefficients_scale[b, h, p, k] * bases.regression_scale[b, h, p, k]
 
 
-@njit(fastmath=True)
+@fast()
 def _raise_most(read, lse, out, most, mass):
     """Let `most` cover the pages that are not read, and scale what was summed so far accordingly."""
     for r in range(most.shape[0]):
@@ -513,7 +520,7 @@ def _raise_most(read, lse, out, most, mass):
             out[r, d] *= shrink
 
 
-@njit(fastmath=True)
+@fast()
 def _score(b, h, part, parts, query, table, bases, choices, scaling, coarse):
     """First stage of one part: coarse shares of its pages."""
     count = table.counts[b]
@@ -526,7 +533,7 @@ def _score(b, h, part, parts, query, table, bases, choices, scaling, coarse):
         coarse.mass[b, h, part, r] = _exp_all(own, last - first, coarse.most[b, h, part, r])
 
 
-@njit(fastmath=True)
+@fast()
 def _best(b, h, parts, wanted, table, bases, choices, coarse, listed):
     """The `wanted` pages with the largest coarse shares (each part finds them, that is cheaper than waiting)."""
     count = table.counts[b]
@@ -534,7 +541,7 @@ def _best(b, h, parts, wanted, table, bases, choices, coarse, listed):
     return _top(_page_shares(b, h, ends, coarse, bases.tokens[b, h, :count], choices), wanted, listed)
 
 
-@njit(fastmath=True)
+@fast()
 def _evaluate(b, h, part, parts, query, table, bases, choices, scaling, coarse, short):
     """Second stage of one part: its share of the shortlist."""
     listed = np.empty(table.shortlist[b], np.int64)
@@ -546,7 +553,7 @@ def _evaluate(b, h, part, parts, query, table, bases, choices, scaling, coarse, 
     short.lengths[b, h, part] = length
 
 
-@njit(fastmath=True)
+@fast()
 def _select(b, h, query, table, bases, choices, scaling, pages, lse, read, chosen):
     """Tier 3 for one KV head: marks what is `read` in the shortlist, lists the `chosen` pages, returns how many."""
     impact = _impact(query.rows[b, h], b, h, bases, scaling, table.value_norm[b], pages, lse)
@@ -560,7 +567,7 @@ def _select(b, h, query, table, bases, choices, scaling, pages, lse, read, chose
     return count
 
 
-@njit(fastmath=True)
+@fast()
 def _finish(b, h, part, parts, query, tokens, table, bases, choices, scaling, coarse, short, sums, picked, valid):
     """Last stage of one part: the selection (again made by each part), exact attention and the estimated tail."""
     length = short.lengths[b, h, part] if choices.refine else 0
@@ -584,7 +591,7 @@ def _finish(b, h, part, parts, query, tokens, table, bases, choices, scaling, co
         _add_tail(b, h, bases, pages[first:last], read[first:last], lse, moved, out, most, mass)
 
 
-@njit(parallel=True, fastmath=True, cache=True)
+@fast(parallel=True, cache=True)
 def _all_parts(query, tokens, table, bases, choices, scaling, parts, coarse, short, sums, picked, valid):
     """All parts of all KV heads; they wait for each other between the stages."""
     batch, heads = query.rows.shape[:2]
@@ -600,7 +607,7 @@ def _all_parts(query, tokens, table, bases, choices, scaling, parts, coarse, sho
         _finish(b, h, part, parts, query, tokens, table, bases, choices, scaling, coarse, short, sums, picked, valid)
 
 
-@njit(fastmath=True)
+@fast()
 def _merge_all(sums, out):
     """Log-sum-exp merge of the parts into `out [B, Q, heads, D_v]`."""
     batch, heads, parts, rows, _ = sums.out.shape
@@ -635,7 +642,7 @@ def unpack(packed, heads, dim):
     numbers, rows = packed.numbers, packed.rows
     sizes, choices = Sizes(*_four(numbers, 0)), Choices(*_four(numbers, 4))
     table_shape, shape = (rows.shape[0], sizes.pages), (rows.shape[0], heads, sizes.pages)
-    at = numbers[8:]
+    at = numbers[FIRST_ADDRESS:]
     bases = Bases(
         carray(_pointer(at[0]), (*shape, dim), np.int8),
         carray(_pointer(at[1]), shape, np.float32),
@@ -660,8 +667,8 @@ def unpack(packed, heads, dim):
         rows[:, 0],
         rows[:, 1],
         rows[:, 2],
-        rows[:, 3],
-        rows[:, 4],
+        rows[:, SEALED_END],
+        rows[:, SEALED_END + 1],
     )
     return table, bases, choices
 

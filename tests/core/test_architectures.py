@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from oval_core import OvalConfig, attach
 from tests.core.tiny_models import ARCHITECTURES, Architecture, empty_cache, generate, one_by_one, prompt, read
 
-FULL = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=1.0, always_paged=True)
-QUARTER = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=0.25)
+FULL = OvalConfig(page_size=8, seal_tokens=16, budget_ratio=1.0, always_paged=True)
+QUARTER = OvalConfig(page_size=8, seal_tokens=16, budget_ratio=0.25)
 PROMPT_TOKENS = 125
 EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}  # of logits between -10 and 10
 # Padding moves the keys by rounding errors of 1e-5; an int8 entry that rounds the other way then moves an estimate.

@@ -21,7 +21,7 @@ REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"page_size": 16.0}, TypeError, r"page_size must be one of .*, got 16\.0 \(float\)"),
     ({"page_size": None}, TypeError, r"page_size must be one of .*, got None \(NoneType\)"),
     ({"budget_pages": True}, TypeError, r"budget_pages must be an integer >= 3 .*, got True \(bool\)"),
-    ({"budget_pages": 2}, ValueError, r"budget_pages must be an integer >= 3 \(sink_pages .*open page\), got 2"),
+    ({"budget_pages": 2}, ValueError, r"budget_pages must be an integer >= 3 \(sink_pages .*open tokens\), got 2"),
     ({"budget_pages": 9, "sink_pages": 4, "window_pages": 5}, ValueError, r"budget_pages must be .* >= 10 .*, got 9"),
     ({"budget_pages": -1}, ValueError, r"budget_pages must be an integer >= 3 .*, got -1"),
     ({"budget_pages": "many"}, TypeError, r"budget_pages must be .*, got 'many' \(str\)"),
@@ -96,13 +96,13 @@ def test_routers_are_named_or_given(router: Any) -> None:
         ({}, 400, 48, 100),
         ({}, 100, 48, 47),  # never fewer than the budget reads
         ({}, 20, 21, 20),  # never more than there are
-        ({}, 0, 1, 0),  # the open page alone
+        ({}, 0, 1, 0),  # the open tokens alone
         ({}, 4000, 48, 512),  # shortlist_pages
         ({"shortlist_pages": None}, 4000, 48, 1000),
         ({"shortlist_pages": 10}, 400, 48, 47),
         ({"budget_ratio": 0.25}, 399, 100, 100),
         ({"budget_ratio": 0.25, "shortlist_ratio": 1}, 399, 100, 399),
-        ({"budget_ratio": 0.01}, 99, 3, 25),  # sinks, window and the open page
+        ({"budget_ratio": 0.01}, 99, 3, 25),  # sinks, window and the open tokens
         ({"budget_ratio": 0.01, "sink_pages": 3, "window_pages": 4}, 99, 8, 25),
         ({"budget_ratio": 1}, 99, 100, 99),
     ],

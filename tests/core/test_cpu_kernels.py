@@ -161,6 +161,27 @@ def test_marked_pages_are_short(router: str) -> None:
     assert_same(layer, torch.randn(1, 4, 1, 16))
 
 
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_a_row_with_fewer_pages_than_the_budget(router: str) -> None:
+    config = small_config(budget_pages=8, seal_tokens=1, router=router)
+    layer = layer_of(config, 2, 2, (16, 16), (150, 1), torch.float32)
+    layer.crop_rows([20, 151])
+    for count in (1, 1):
+        layer.update(torch.randn(2, 2, count, 16), torch.randn(2, 2, count, 16))
+        layer.attended(None)
+    assert layer.pages.counts == [2, 19]
+    assert_same(layer, torch.randn(2, 4, 1, 16))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_query_that_is_no_number_spoils_only_its_own_head(odd: float) -> None:
+    layer = layer_of(small_config(budget_pages=6), 1, 2, (16, 16), (140, 1), torch.float32)
+    query = torch.randn(1, 4, 1, 16)
+    query[0, 0, 0, 3] = odd
+    ours, theirs = (run(impl, layer, query)[0] for impl in ("cpu", "reference"))
+    torch.testing.assert_close(ours[:, :, 2:], theirs[:, :, 2:], rtol=0, atol=2e-5)  # the other KV head's
+
+
 def test_what_it_cannot_do_is_counted() -> None:
     config = small_config(budget_pages=5)
     layer = layer_of(config, 1, 2, (16, 16), (140, 1), torch.float32)

@@ -163,3 +163,66 @@ def test_a_faulty_router_is_named(model: PreTrainedModel, scores: Callable[..., 
         pytest.raises(ValueError, match=message),
     ):
         tiny_models.generate(model, prompt(80))
+
+
+def test_two_caches_take_turns_in_one_model(model: PreTrainedModel) -> None:
+    """The shorter one has room for fewer pages than the statistics have seen."""
+    with attach(model, SPARSE) as handle:
+        caches = [model(prompt(count)).cache for count in (300, 80)]
+        for cache in (*caches, *caches):
+            steps(model, cache, prompt(70))
+        assert 0 < handle.stats()["page_utilization"] <= 1
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_rows_of_different_length_are_cropped(model: PreTrainedModel, impl: str) -> None:
+    """Of the shorter row, pages remain in the tensors that begin beyond its end."""
+    text, mask = prompt(120, rows=2), torch.ones(2, 120, dtype=torch.long)
+    mask[0, :50] = 0
+    config = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4, impl=impl, stats_every=1)
+    with attach(model, config):
+        cache = model(text[:, :110], attention_mask=mask[:, :110]).cache
+        model(text[:, 110:111], attention_mask=mask[:, :111], cache=cache)
+        cache.crop(-40)
+        batch = model(text[:, 71:72], attention_mask=mask[:, :72], cache=cache).logits
+        alone = model(text[1:, :71]).cache
+        steps(model, alone, text[1:, 71:72])
+    assert batch.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_a_row_does_not_depend_on_its_neighbours(model: PreTrainedModel, impl: str) -> None:
+    """Rows reach `seal_tokens` at different steps; each seals when it is alone with that."""
+    text, mask = prompt(170, rows=2), torch.ones(2, 170, dtype=torch.long)
+    mask[0, :21] = 0
+    with attach(model, OvalConfig(page_size=8, budget_pages=4, impl=impl)):
+        cache = model(text[:, :100], attention_mask=mask[:, :100], position_ids=_positions(mask)[:, :100]).cache
+        rows = [
+            model(
+                text[:, end - 1 : end],
+                attention_mask=mask[:, :end],
+                position_ids=_positions(mask)[:, end - 1 : end],
+                cache=cache,
+            ).logits[1]
+            for end in range(101, 171)
+        ]
+        alone = steps(model, model(text[1:, :100]).cache, text[1:, 100:])
+    assert_close(torch.cat(rows), alone[0], atol=1e-4, rtol=1e-5)
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+@pytest.mark.parametrize("router", ["box", "basis"])
+def test_a_cache_that_moved_into_shared_memory_goes_on(model: PreTrainedModel, router: str) -> None:
+    """Queues between processes move the memory of tensors in place; the compiled code keeps addresses."""
+    text = prompt(150)
+    with attach(model, OvalConfig(page_size=8, seal_tokens=1, budget_pages=4, router=router, impl="cpu")):
+        expected = steps(model, model(text[:, :140]).cache, text[:, 140:])
+        cache: Any = model(text[:, :140]).cache
+        before = steps(model, cache, text[:, 140:145])
+        for layer in cache.layers:
+            for tensor in (*layer.store.storage, *layer.pages.basis.tensors().values(), layer.pages.starts):
+                tensor.share_memory_()
+        assert_close(torch.cat([before, steps(model, cache, text[:, 145:])], 1), expected)

@@ -65,7 +65,7 @@ def test_the_rules_of_selection(router: str, queries: int) -> None:
 def test_each_row_has_its_own_budget(router: str) -> None:
     query, pages, chooser = scene(router, budget_pages=None, budget_ratio=0.75)
     selection = chooser.select(query, pages)
-    assert [len(chosen(selection, row)) for row in range(3)] == [7, 3, 0]  # 0.75 of 11 and of 6, less the open page
+    assert [len(chosen(selection, row)) for row in range(3)] == [7, 3, 0]  # 0.75 of 11 and of 6, less the open tokens
 
 
 @pytest.mark.parametrize("router", NAMES)

@@ -17,7 +17,7 @@ def test_one_entry_a_layer_and_step() -> None:
         generate(model, prompt(80, rows=2))
     assert [(entry.step, entry.layer_idx) for entry in entries] == [(s, i) for s in range(2, 9) for i in range(2)]
     for entry in entries:
-        assert entry.read.shape == (2, 2, 10)  # the sealed pages of 80 tokens; the open page is always read
+        assert entry.read.shape == (2, 2, 10)  # the sealed pages of 80 tokens; the open tokens are always read
         assert entry.read.dtype == torch.bool
         assert entry.read.device.type == "cpu"
         assert (entry.read.sum(-1) == 4).all()  # the fifth page is the open one

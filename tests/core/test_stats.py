@@ -133,6 +133,20 @@ def test_page_utilization_counts_pages_once() -> None:
     assert attention.recorder.report()["page_utilization"] == pytest.approx(4 / 12)
 
 
+def test_pages_are_counted_at_the_length_they_had_when_they_were_read() -> None:
+    """Steps that read full pages are still to be counted when the first short page is sealed."""
+    attention = filled(small_config(router="window", budget_pages=3), random_tokens(1, 81))
+    attention.decode(random_tokens(1, 3))
+    before = 4 * 2 * 8  # steps, pages beside the open tokens, tokens
+    attention.layer.crop(-14)
+    attention.layer.mark(0, 66, 69, tag=0)
+    attention(random_tokens(1, 12))
+    attention.decode(random_tokens(1, 1))
+    assert attention.layer.tables[0].lengths[-3:] == [2, 3, 8]
+    read = next(iter(attention.recorder._read.values()))
+    assert read.num_tokens == HEADS * (before + (8 + 3) + (8 + 8))
+
+
 def test_page_utilization_forgets_cropped_pages() -> None:
     attention = filled(small_config(budget_pages=99), random_tokens(1, 81))
     attention.layer.crop(-40)
