@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -71,8 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     plans = {context: _plan(options, context, model) for context in options.contexts}
     layer_ms = {context: _time_layer(plan, model, context) for context, plan in plans.items()}
-    as_tokens = partial(tokenizer, return_tensors="pt", add_special_tokens=False, verbose=False)
-    texts = [as_tokens(load_text(text)).input_ids[0] for text in options.texts]
+    plain: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False, "verbose": False}
+    texts = [tokenizer(load_text(text), **plain).input_ids[0] for text in options.texts]
     rows_read = len(texts) * options.places
     work = sum(rows_read * (context + (options.positions + 1) * len(plan)) for context, plan in plans.items())
     with tqdm(total=work, unit="token") as progress:
