@@ -8,7 +8,7 @@ Every layer of every row has its own table; the layer mirrors it in device tenso
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 TEXT = -1  # tag of a page that belongs to no marked span
 
@@ -104,7 +104,7 @@ class PageTable:
         return (start, end - start, tag) if end <= self.length else None
 
     def crop(self, length: int) -> int:
-        """Forget the tokens from `length` on; a page that loses a token is open again.
+        """Forget the tokens from `length` on; a page that loses a token is open again, a span ends with what is left.
 
         Returns: the number of sealed pages that are left.
         """
@@ -114,7 +114,7 @@ class PageTable:
             del self.starts[-1], self.lengths[-1], self.tags[-1]
         self.length = length
         self.first = min(self.first, length)
-        self.spans = [span for span in self.spans if span.start < length]
+        self.spans = [replace(span, stop=min(span.stop, length)) for span in self.spans if span.start < length]
         return self.num_pages
 
     def copy(self) -> PageTable:

@@ -1,1 +1,5 @@
 """OVAL for LLaVA-family models: images live in pages of their own, and a question reads few of them."""
+
+from oval_mm.attach import Handle, attach
+
+__all__ = ["Handle", "attach"]

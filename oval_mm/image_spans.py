@@ -62,6 +62,8 @@ def find_spans(
     image_token_id: int,
     pictures: int | Picture | Sequence[int | Picture] | None = None,
     attention_mask: Tensor | None = None,
+    settings: Sequence[str] = SETTINGS,
+    goes_on: bool = False,
 ) -> list[list[ImageSpan]]:
     """The spans of each row, first to last.
 
@@ -71,6 +73,9 @@ def find_spans(
         pictures: image tokens of every picture, or what each picture of the batch has, in the order of the prompts.
             None: pictures are what text separates.
         attention_mask: `[B, T]`, 0 for padding.
+        settings: of the processor, to name in errors.
+        goes_on: only the beginning of the prompts is there yet: what misses at their end is no error, and the span of
+            a part that is cut ends where the part will end.
 
     Raises:
         ValueError: the image tokens are not those of whole pictures, or not of all of them.
@@ -81,13 +86,19 @@ def find_spans(
     is_image = input_ids == image_token_id
     if attention_mask is not None:
         is_image = is_image & attention_mask.bool()
+    queue: Iterator[tuple[Part, ...]]
     if pictures is None or isinstance(pictures, int | Picture):
-        queue = repeat(_parts(pictures))
-        return [_fill(row, _runs(flags), queue) for row, flags in enumerate(is_image)]
-    rest = iter([_parts(picture) for picture in pictures])
-    spans = [_fill(row, _runs(flags), rest) for row, flags in enumerate(is_image)]
-    if left := len(list(rest)):
-        raise _misfit(f"image tokens for {len(pictures)} pictures", f"some for {len(pictures) - left}")
+        queue, total = repeat(_parts(pictures)), None
+    else:
+        queue, total = iter([_parts(picture) for picture in pictures]), len(pictures)
+    end = is_image.shape[1] if goes_on else None
+    try:
+        spans = [_fill(row, _runs(flags), queue, end) for row, flags in enumerate(is_image)]
+        left = 0 if total is None or goes_on else len(list(queue))
+        if total is not None and left:
+            raise _misfit(f"image tokens for {total} pictures", f"some for {total - left}")
+    except ValueError as error:
+        raise ValueError(f"{error}. {_advice(settings)}") from None
     return spans
 
 
@@ -102,8 +113,8 @@ def _runs(flags: Tensor) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
-def _fill(row: int, runs: list[range], queue: Iterator[tuple[Part, ...]]) -> list[ImageSpan]:
-    """Lay the next pictures of the queue into the runs of a row, whole ones only."""
+def _fill(row: int, runs: list[range], queue: Iterator[tuple[Part, ...]], open_end: int | None) -> list[ImageSpan]:
+    """Lay the next pictures of the queue into the runs of a row, whole ones only, except at `open_end`."""
     spans: list[ImageSpan] = []
     image, parts = -1, list[Part]()
     for start, end in ((run.start, run.stop) for run in runs):
@@ -115,19 +126,25 @@ def _fill(row: int, runs: list[range], queue: Iterator[tuple[Part, ...]]) -> lis
                 raise _misfit(f"no more than {image} pictures in row {row}", have)
             part = parts.pop(0)
             stop = end if part.tokens is None else start + part.tokens
-            if stop > end:
+            if stop > end and end != open_end:
                 raise _misfit(f"{part.tokens} image tokens for picture {image} of row {row}", have)
             spans.append(ImageSpan(image, start, stop, part.rows, part.columns))
             start = stop
-    if parts:
+    if parts and open_end is None:
         raise _misfit(f"{len(parts)} more runs of image tokens for picture {image} of row {row}", "none")
     return spans
 
 
 def _misfit(expected: str, got: str) -> ValueError:
-    return ValueError(
-        f"expected {expected}, got {got}. The processor decides how many image tokens a picture gets: "
-        "its `patch_size`, `num_additional_image_tokens` and `vision_feature_select_strategy` must fit the model"
+    return ValueError(f"expected {expected}, got {got}")
+
+
+def _advice(settings: Sequence[str]) -> str:
+    names = [f"`{name}`" for name in settings]
+    listed = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    return (
+        "The processor decides how many image tokens a picture gets: "
+        f"its {listed} must fit the model, and every picture of the prompts must be given, once"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oval_mm.image_spans import SETTINGS, Part, Picture
@@ -63,6 +64,24 @@ def _check_processor(processor: Any, image_size: Size, wanted: tuple[Size, int, 
         )
 
 
+def check_settings(processor: Any, wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError if settings of `processor`, "image_processor.merge_size" for example, are not as `wanted`."""
+    wrong = []
+    for name, right in wanted.items():
+        have = processor
+        for part in name.split("."):
+            have = getattr(have, part, None)
+        if _plain(have) != _plain(right):
+            wrong.append(f"{name} = {right!r} (is {have!r})")
+    if wrong:
+        raise ValueError(f"the processor does not fit the model: set its {', '.join(wrong)}")
+
+
+def _plain(value: Any) -> Any:
+    """Lists in place of tuples, all the way down."""
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def any_resolution_picture(model_config: Any, height: int, width: int) -> Picture:
     """What a stock `LlavaNextForConditionalGeneration` makes of one picture.
 
@@ -73,6 +92,42 @@ def any_resolution_picture(model_config: Any, height: int, width: int) -> Pictur
         model_config: a `LlavaNextConfig`.
         height, width: of the picture as it was given, in pixels.
     """
+    return _overview_and_tiles(model_config, *_tiles_grid(model_config, height, width))
+
+
+def interpolated_picture(model_config: Any, height: int, width: int, most_tiles: int) -> Picture:
+    """What a stock `LlavaOnevisionForConditionalGeneration` makes of the only picture of a prompt.
+
+    As `any_resolution_picture`, but a grid of clearly more than `most_tiles` tiles is made smaller.
+
+    Args:
+        model_config: a `LlavaOnevisionConfig`.
+        height, width: of the picture as it was given, in pixels.
+        most_tiles: the number in the config's `vision_aspect_ratio`, 9 in "anyres_max_9".
+    """
+    rows, columns = _tiles_grid(model_config, height, width)
+    tile = model_config.vision_config.image_size // model_config.vision_config.patch_size
+    ratio = math.sqrt(rows * columns / (most_tiles * tile**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return _overview_and_tiles(model_config, rows, columns)
+
+
+def patch_grid(model_config: Any) -> Part:
+    """The patches of a square picture as large as the vision tower sees at once."""
+    side = model_config.vision_config.image_size // model_config.vision_config.patch_size
+    return Part(side * side, side, side)
+
+
+def _overview_and_tiles(model_config: Any, rows: int, columns: int) -> Picture:
+    overview = patch_grid(model_config)
+    if not rows:  # the picture is a line, thinner than a patch
+        return Picture((overview,))
+    return Picture((overview, Part(rows * (columns + 1), rows, columns + 1)))
+
+
+def _tiles_grid(model_config: Any, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of the patches of all tiles together, without bars and newlines."""
     from transformers.image_processing_utils import select_best_resolution
 
     tile = model_config.vision_config.image_size
@@ -80,13 +135,8 @@ def any_resolution_picture(model_config: Any, height: int, width: int) -> Pictur
     canvas = select_best_resolution((height, width), model_config.image_grid_pinpoints)
     rows, columns = (pixels // tile * side for pixels in canvas)
     if width / height > columns / rows:
-        rows = _without_bars(rows, height * (columns / width))
-    else:
-        columns = _without_bars(columns, width * (rows / height))
-    overview = Part(side * side, side, side)
-    if not rows:  # the picture is a line, thinner than a patch
-        return Picture((overview,))
-    return Picture((overview, Part(rows * (columns + 1), rows, columns + 1)))
+        return _without_bars(rows, height * (columns / width)), columns
+    return rows, _without_bars(columns, width * (rows / height))
 
 
 def _without_bars(patches: int, shown: float) -> int:

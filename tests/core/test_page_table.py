@@ -50,7 +50,8 @@ class PageTableMachine(RuleBasedStateMachine):
         self.length = data.draw(st.integers(0, self.length))
         self.first = min(self.first, self.length)
         self.pages = [page for page in self.pages if page[-1] < self.length]
-        self.spans = {span: tag for span, tag in self.spans.items() if span.start < self.length}
+        kept = {span: tag for span, tag in self.spans.items() if span.start < self.length}
+        self.spans = {range(span.start, min(span.stop, self.length)): tag for span, tag in kept.items()}
         assert self.table.crop(self.length) == len(self.pages)
 
     @precondition(lambda self: not self.pages)
