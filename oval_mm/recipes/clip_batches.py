@@ -1,0 +1,138 @@
+"""Batches that the tiny CLIP is trained on, each drawn when it is asked for and determined by its number."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from oval_mm.recipes.clip_captions import BACKGROUND, Description, Look, describe, easy_vqa_look, is_true, look_of
+from oval_mm.recipes.easy_vqa import load_easy_vqa
+from oval_mm.recipes.scenes import SPLITS, Scene, caption, make_scene, paint
+from oval_mm.recipes.shapes import Box
+from oval_mm.recipes.tiny_clip import CONTEXT, ClipSizes, as_bytes, make_tokenizer
+
+SINGLE_SHARE, EASY_VQA_SHARE = 4, 8  # one image in so many is of one object of a scene, or from easy-vqa
+PART_TOKENS = 10  # "a red circle with the digit 7" is 7 words, and there are a begin and an end
+WHOLE: Look = ("scene", "scene", "scene")  # what the caption of a whole scene says: it is true of no other image
+
+
+class ClipBatch(NamedTuple):
+    """B images with a caption each, and R parts of them (an object's patches, or the background) with short ones.
+
+    What is `also_true` of something without being its own caption is neither right nor wrong.
+    """
+
+    images: Tensor  # uint8 [B, 3, H, W]
+    captions: Tensor  # int64 [B, CONTEXT]
+    caption_also_true: Tensor  # bool [B, B]: of image, caption
+    part_images: Tensor  # int64 [R]: which image it is a part of
+    part_patches: Tensor  # float32 [R, P]: how much of the part lies in which patch; sums to 1
+    part_captions: Tensor  # int64 [R, PART_TOKENS]
+    part_also_true: Tensor  # bool [R, R]: of part, caption
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """An image, what is said of it, the looks of all that is in it, and its parts: what they show and where."""
+
+    image: Image.Image
+    description: Description
+    looks: tuple[Look, ...]
+    parts: tuple[tuple[Look, np.ndarray], ...]
+
+
+class ClipBatches(Dataset[ClipBatch]):
+    """Batch number i of the training with this seed: whole scenes, single objects and easy-vqa images.
+
+    Raises:
+        ImportError: the package `easy-vqa` is not installed.
+    """
+
+    def __init__(self, sizes: ClipSizes, batch: int, seed: int) -> None:
+        self.sizes, self.batch, self.seed = sizes, batch, seed
+        self.tokenizer = make_tokenizer()
+        looks = [(image.path, easy_vqa_look(image)) for image in load_easy_vqa("train")]
+        self.easy_vqa = [(path, look) for path, look in looks if look]
+
+    def __getitem__(self, step: int) -> ClipBatch:
+        rng = random.Random(f"clip {self.seed} {step}")
+        shown = list(self._draw(rng))
+        captions = [one.description for one in shown]
+        parts = [(index, look, patches) for index, one in enumerate(shown) for look, patches in one.parts]
+        part_captions = [describe(look, rng) for _, look, _ in parts]
+        return ClipBatch(
+            images=as_bytes([one.image for one in shown]),
+            captions=self._tokens(captions, CONTEXT),
+            caption_also_true=_also_true(captions, [one.looks for one in shown]),
+            part_images=torch.tensor([index for index, *_ in parts]),
+            part_patches=torch.from_numpy(np.stack([patches for *_, patches in parts])),
+            part_captions=self._tokens(part_captions, PART_TOKENS),
+            part_also_true=_also_true(part_captions, [[look] for _, look, _ in parts]),
+        )
+
+    def _draw(self, rng: random.Random) -> Iterator[_Shown]:
+        size_px = self.sizes.image_px
+        easy, single = self.batch // EASY_VQA_SHARE, self.batch // SINGLE_SHARE
+        for seed in rng.sample(SPLITS["train"], self.batch - easy - single):
+            scene = make_scene(seed, size_px)
+            seen = {look_of(thing): area_of(thing.box, self.sizes) for thing in scene.objects}
+            yield _shown(scene, Description(caption(scene), WHOLE), seen)
+        for seed in rng.sample(SPLITS["train"], single):
+            scene = single_object(seed, size_px)
+            (thing,) = scene.objects
+            area = area_of(thing.box, self.sizes)
+            seen = {look_of(thing): area, BACKGROUND: self.sizes.patch_px**2 - area}
+            yield _shown(scene, describe(look_of(thing), rng), seen)
+        for path, look in rng.sample(self.easy_vqa, easy):
+            yield _Shown(open_rgb(path, size_px), describe(look, rng), (look,), ())
+
+    def _tokens(self, descriptions: Sequence[Description], length: int) -> Tensor:
+        words = [description.words for description in descriptions]
+        tokens: Tensor = self.tokenizer(words, padding="max_length", max_length=length, return_tensors="pt").input_ids
+        return tokens
+
+
+def single_object(seed: int, size_px: int) -> Scene:
+    """One object of a scene, alone in its place on the same background."""
+    scene = make_scene(seed, size_px)
+    return dataclasses.replace(scene, objects=(random.Random(f"single {seed}").choice(scene.objects),))
+
+
+def open_rgb(path: Path, size_px: int) -> Image.Image:
+    """An image file as the model sees it, `size_px` wide and high."""
+    with Image.open(path) as image:
+        return image.convert("RGB").resize((size_px, size_px), Image.Resampling.BICUBIC)
+
+
+def area_of(box: Box, sizes: ClipSizes) -> np.ndarray:
+    """float32 `[P]`: how many pixels of a box lie in each patch, patches in rows."""
+    starts = np.arange(sizes.side) * sizes.patch_px
+    x0, y0, x1, y1 = box
+    wide, high = (
+        np.clip(np.minimum(starts + sizes.patch_px, stop) - np.maximum(starts, start), 0, None)
+        for start, stop in ((x0, x1), (y0, y1))
+    )
+    return np.outer(high, wide).ravel().astype(np.float32)
+
+
+def _shown(scene: Scene, description: Description, seen: dict[Look, np.ndarray]) -> _Shown:
+    looks = tuple(look_of(thing) for thing in scene.objects)
+    parts = tuple((look, area / area.sum()) for look, area in seen.items())
+    return _Shown(paint(scene), description, looks, parts)
+
+
+def _also_true(said: Sequence[Description], looks: Sequence[Sequence[Look]]) -> Tensor:
+    """bool `[N, N]`: of which things, one of whose looks fits, a description is true that is not their own."""
+    claims = [description.said for description in said]
+    truth = torch.from_numpy(np.stack([is_true(claims, some).any(0) for some in looks]))
+    return truth.fill_diagonal_(False)

@@ -1,0 +1,199 @@
+"""Train the tiny LLaVA, stage after stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from oval_mm.recipes.answering import accuracy, packed_answers
+from oval_mm.recipes.llava_batches import Batch, Pack, packs
+from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, TOWER, Stage, StepBatches
+from oval_mm.recipes.question_packing import packed_outputs
+from oval_mm.recipes.tiny_llava import save_llava
+from oval_mm.recipes.training_state import StateFile, interrupts_wait, make_accelerator, require_same, write_whole
+
+WARM_UP, WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 0.05, 1.0
+REPORTS, HELD_OUT_PACKS = 10, 12  # reports a stage, packs a source that they are measured on
+RECORD_FILE, STATE_FILE = "training.json", "training.pt"
+
+Accuracies = dict[str, dict[str, float]]  # by source and kind of question
+
+
+def train_llava(
+    out: Path,
+    model: Any,
+    processor: Any,
+    plan: Sequence[Stage],
+    seed: int = 0,
+    *,
+    stages: Sequence[str] | None = None,
+    held_out_packs: int = HELD_OUT_PACKS,
+) -> None:
+    """Train a LLaVA, or go on with that, and leave it in `out` when the last stage of the plan is done.
+
+    Nothing is done where `out` already holds it. After an interruption the same call goes on where it stopped and comes
+    to the same weights.
+
+    Args:
+        out: folder for the finished model, and for the state of the training until then.
+        model: a `LlavaForConditionalGeneration` to begin with; trained in place.
+        processor: its `LlavaProcessor`.
+        plan: all stages; they have their order from here.
+        seed: of what is drawn.
+        stages: names of those to do now, default all.
+        held_out_packs: from every source, to report the accuracy on.
+
+    Raises:
+        ValueError: `out` holds a training with other settings, or a stage is wanted whose predecessor is not done.
+        KeyboardInterrupt: Ctrl-C; what was reached is saved.
+    """
+    about = _about(model, plan, seed)
+    record = out / RECORD_FILE
+    if record.exists():
+        require_same(about, json.loads(record.read_text())["about"], out)
+        return
+    run = _Run(model, processor, StateFile(out / STATE_FILE, about))
+    wanted = [stage.name for stage in plan] if stages is None else list(stages)
+    found: Accuracies = {}
+    for stage in plan[run.stages_done :]:
+        if stage.name not in wanted:
+            if any(later.name in wanted for later in plan[run.stages_done :]):
+                raise ValueError(f"stages {wanted} can only follow stage {stage.name!r}, which is not done in {out}")
+            return
+        found = run.through(stage, StepBatches(stage, processor, seed), held_out_packs)
+    save_llava(model, processor, out)
+    content = {"about": about, "validation": found}
+    write_whole(record, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+    run.state.remove()
+
+
+def _about(model: Any, plan: Sequence[Stage], seed: int) -> dict[str, Any]:
+    """What must be the same to go on, as JSON has it."""
+    features = (model.config.vision_feature_layer, model.config.vision_feature_select_strategy)
+    settings = {"seed": seed, "features": features} | {stage.name: dataclasses.asdict(stage) for stage in plan}
+    content: dict[str, Any] = json.loads(json.dumps(settings))
+    return content
+
+
+class _Run:
+    """A model on its way, and what is needed to go on with it."""
+
+    def __init__(self, model: Any, processor: Any, state: StateFile) -> None:
+        self.accelerator = make_accelerator()
+        self.model, self.processor, self.state = model.to(self.accelerator.device), processor, state
+        self.stages_done, self.step = 0, 0
+        self.saved = state.load()
+        if self.saved:
+            self.stages_done, self.step = self.saved["stages_done"], self.saved["step"]
+            model.load_state_dict(self.saved["model"])
+
+    def through(self, stage: Stage, batches: StepBatches, held_out_packs: int) -> Accuracies:
+        """Take all steps of a stage that are left; the accuracy after the last."""
+        optimizer = torch.optim.AdamW(parameter_groups(self.model, stage), betas=(0.9, 0.98))
+        if self.saved and self.step:
+            optimizer.load_state_dict(self.saved["optimizer"])
+        self.saved = None
+        held_out = held_out_of(stage, batches.size_px, held_out_packs)
+        self._take_steps(stage, optimizer, batches, held_out)
+        self.stages_done, self.step = self.stages_done + 1, 0
+        self._save(None)
+        found = self._measure(stage, held_out)
+        print(f"{stage.name} done: {_shown(found)}")
+        return found
+
+    def _take_steps(self, stage: Stage, optimizer: Any, batches: StepBatches, held_out: dict[str, list[Pack]]) -> None:
+        loader = DataLoader(batches, batch_size=None, sampler=range(self.step, stage.steps))
+        bar = tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step")
+        with bar, interrupts_wait() as interrupted:
+            for batch in loader:
+                loss = self._advance(stage, optimizer, batch)
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                bar.update()
+                if self.step % math.ceil(stage.steps / REPORTS) == 0 and self.step < stage.steps:
+                    found = _shown(self._measure(stage, held_out))
+                    bar.write(f"{stage.name} step {self.step}: loss {loss:.3f}; {found}")
+                if interrupted() or self.state.is_due():
+                    self._save(optimizer)
+                if interrupted():
+                    raise KeyboardInterrupt
+
+    def _advance(self, stage: Stage, optimizer: Any, batches: Sequence[Batch]) -> float:
+        """One step; its loss: the mean over the tokens of all answers."""
+        for group in optimizer.param_groups:
+            group["lr"] = group["highest_lr"] * share_of_rate(self.step, stage.steps)
+        total, loss = sum(batch.packed.answer_tokens for batch in batches), 0.0
+        for batch in batches:
+            with self.accelerator.autocast():
+                part = packed_outputs(self.model, *batch.to(self.accelerator.device), num_items_in_batch=total).loss
+            self.accelerator.backward(part)
+            loss += part.item()
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(trained, LARGEST_GRADIENT)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.step += 1
+        return loss
+
+    def _measure(self, stage: Stage, held_out: dict[str, list[Pack]]) -> Accuracies:
+        with self.accelerator.autocast():
+            return {
+                source: accuracy(packed_answers(self.model, self.processor, some, stage.words))
+                for source, some in held_out.items()
+            }
+
+    def _save(self, optimizer: Any) -> None:
+        content = {"stages_done": self.stages_done, "step": self.step, "model": self.model.state_dict()}
+        self.state.save(content | ({"optimizer": optimizer.state_dict()} if optimizer else {}))
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Of the highest learning rate: up in a line, down in half a wave of a cosine."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
+
+
+def parameter_groups(model: Any, stage: Stage) -> list[dict[str, Any]]:
+    """What the stage trains, each part with its rate; matrices decay, vectors do not. All other weights are frozen."""
+    model.requires_grad_(False)
+    groups: list[dict[str, Any]] = []
+    for part, rate in stage.rates.items():
+        parameters = [one for module in _modules(model, part) for one in module.parameters()]
+        for flat, decay in ((False, WEIGHT_DECAY), (True, 0.0)):
+            chosen = [one.requires_grad_() for one in parameters if (one.ndim < 2) == flat]
+            groups.append({"params": chosen, "weight_decay": decay, "highest_lr": rate})
+    return groups
+
+
+def _modules(model: Any, part: str) -> list[nn.Module]:
+    inner = model.model
+    parts = {TOWER: [inner.vision_tower], PROJECTOR: [inner.multi_modal_projector]}
+    parts[LANGUAGE] = [inner.language_model, model.lm_head]
+    return parts[part]
+
+
+def held_out_of(stage: Stage, size_px: int, count: int) -> dict[str, list[Pack]]:
+    """Packs of the validation split to measure a stage on, by source."""
+    return {
+        source: [stage.fitted(one) for one in itertools.islice(packs(source, "validation", size_px, True), count)]
+        for source in stage.sources
+    }
+
+
+def _shown(found: Accuracies) -> str:
+    lines = (
+        f"{source}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+        for source, shares in found.items()
+    )
+    return "held out " + "; ".join(lines)
