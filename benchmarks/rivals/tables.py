@@ -47,10 +47,10 @@ def _texts(evicting: Result, quality: Result) -> str:
 def _late(rows: Rows) -> str:
     """Mean negative log-likelihood of the answers, and how many greedy decoding would write."""
     rows = [row | {"name": row.get("press") or row["router"]} for row in rows if row["kind"] == "late"]
-    shares = sorted({row["kept"] for row in rows if row["name"] != "dense"})
-    lines = []
-    for name in dict.fromkeys(row["name"] for row in rows if row["name"] != "dense"):
-        lines.append((_label(name), *(_answers(rows, name, share) for share in shares)))
+    names = list(dict.fromkeys(row["name"] for row in rows if row["name"] != "dense"))
+    measured = ({row["kept"] for row in rows if row["name"] == name} for name in names)
+    shares = sorted(set.intersection(*measured))
+    lines = [(_label(name), *(_answers(rows, name, share) for share in shares)) for name in names]
     head = (f"late questions; dense: {_answers(rows, 'dense', 1.0)}", *(f"{share:.0%}" for share in shares))
     return table(head, lines)
 

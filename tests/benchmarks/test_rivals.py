@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.rivals import oval_quality
 from benchmarks.rivals.late_questions import FACTS, MAX_PROMPTS, make_prompt, score_answers
+from benchmarks.rivals.tables import rivals_table
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
 
@@ -82,3 +83,27 @@ def test_oval_is_asked_late(result: dict[str, Any]) -> None:
             assert row["nll"] == pytest.approx(dense["nll"], abs=1e-4)
         elif router != "dense":
             assert row["bytes_ratio"] < 0.6
+
+
+def test_the_readme_shows_the_shares_that_all_were_measured_at() -> None:
+    machine = {"cpu": "C", "threads": 2, "simd": "S", "torch": "1", "transformers": "2", "kvpress": "3"}
+    same = {"command": "c", "machine": machine, "places": 2, "positions": 4}
+    late = {"kind": "late", "digest": "d", "nll": [1.0, 2.0], "greedy": [True, False]}
+    text = {"kind": "text", "text": "novel", "context": 9}
+    pressed = [late | {"press": "snapkv", "kept": kept} for kept in (0.12, 0.5)]
+    pressed += [text | {"press": "snapkv", "kept": 0.12, "kl": kl} for kl in (0.1, 0.3)]
+    ours = [late | {"router": "dense", "kept": 1.0}, late | {"router": "box", "kept": 0.12}]
+    equal = {
+        "group": "equal",
+        "text": "novel",
+        "context": 9,
+        "page_size": 16,
+        "router": "box",
+        "share": 0.12,
+        "kl": 0.5,
+    }
+    tables = rivals_table(same | {"rows": pressed}, same | {"rows": ours}, same | {"rows": [equal]})
+    assert "| kvpress, `snapkv` | 0.2000 |\n| OVAL, `box` | 0.5000 |" in tables
+    assert "| late questions; dense: 1 of 2, NLL 1.50 | 12% |" in tables
+    with pytest.raises(ValueError, match="places differ: 2 with kvpress, 1 with OVAL"):
+        rivals_table(same | {"rows": pressed}, same | {"rows": ours}, same | {"rows": [equal], "places": 1})
