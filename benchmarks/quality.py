@@ -2,7 +2,7 @@
 
 Every text is read at several places (stretches of `context` tokens one after the other); the last positions of each are
 re-read token by token under each setting, in all layers, with errors propagating. Bytes are those of one KV head and
-decoding step, all metadata counted, as if keys, values and page features were bfloat16 (int8 bases stay int8);
+decoding step, all metadata counted, as if keys, values and page features were bfloat16 (bases as they are stored);
 `bytes_ratio` is their share of a dense read. Bytes, pages and hit rate are means over the texts.
 """
 

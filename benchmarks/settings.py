@@ -28,8 +28,8 @@ class Setting:
     router: str
     page_size: int
     budget_pages: int
-    rank: int = 4
-    shortlist_ratio: float = 0.25
+    rank: int = 8
+    shortlist_ratio: float = 0.35
     estimate_tail: str = "shortlist"
 
     def config(self) -> OvalConfig:
@@ -51,7 +51,7 @@ class Setting:
 def frontier() -> list[Setting]:
     """From few to many pages, to draw quality against bytes and against time."""
     return [
-        *(Setting("basis", 16, budget) for budget in (12, 18, 24, 48, 96)),
+        *(Setting("basis", 16, budget) for budget in (12, 18, 24, 32, 48, 96)),
         *(Setting("box", 16, budget) for budget in (24, 36, 48, 72, 96, 128)),
         *(Setting(router, 16, 48) for router in ("quest", "mean")),
         *(Setting("oracle", 16, budget) for budget in (24, 48)),
@@ -62,21 +62,20 @@ def frontier() -> list[Setting]:
 def equal_bytes(context: int, head_dim: int) -> list[tuple[float, Setting]]:
     """OVAL and its rivals, each with as many pages as a share of the dense bytes pays for."""
     kinds = [Setting("basis", 16, 3)]
-    kinds += [Setting(router, size, 3) for router in ("box", "quest int8") for size in (16, 32)]
+    kinds += [Setting(router, size, 3) for router in ("box", "quest int8") for size in (8, 16, 32)]
     kinds += [Setting(router, 16, 3) for router in ("mean", "window", "oracle")]
     return [(share, paid_for(kind, share, context, head_dim)) for share in SHARES for kind in kinds]
 
 
 def ablations() -> list[Setting]:
     """One choice changed at a time."""
-    basis, box = Setting("basis", 16, 48), Setting("box", 16, 96)
+    basis, box = Setting("basis", 16, 32), Setting("box", 16, 96)
     return [
         basis,
-        *(replace(basis, rank=rank) for rank in (2, 8)),
-        *(replace(basis, shortlist_ratio=ratio) for ratio in (0.15, 0.4)),
-        *(replace(basis, page_size=size, budget_pages=768 // size) for size in (8, 32)),
+        *(replace(basis, rank=rank) for rank in (4, 12)),
+        *(replace(basis, shortlist_ratio=ratio) for ratio in (0.25, 0.5)),
+        *(replace(basis, page_size=size, budget_pages=512 // size) for size in (8, 32)),
         replace(basis, estimate_tail="none"),
-        replace(basis, router="basis 4-bit"),
         box,
         *(replace(box, page_size=size, budget_pages=1536 // size) for size in (8, 32)),
         *(replace(box, router=router) for router in ("box every 2", "box every 4")),

@@ -45,7 +45,7 @@ class Comparison:
     Attributes:
         kl, top1, ppl_ratio: of each row, see `differences`.
         bytes_ratio: bytes read over those of a dense read, all rows and steps together; keys, values and page features
-            counted as bfloat16, bases as int8, metadata as at the last step.
+            counted as bfloat16, bases as stored, metadata as at the last step.
         stats: what `handle.stats()` said.
         logits: the run's, float32 `[rows, positions, vocabulary]`.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from oval_core.basis import PageBasis
 from oval_core.routers import Pages, Router, Selection
-from oval_core.routers.basis import BasisRouter
 from oval_core.routers.box import BoxRouter
 from oval_core.routers.quest import QuestRouter
 
@@ -31,24 +29,6 @@ class Int8QuestRouter(QuestRouter):
     def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
         """See `Router.metadata_bytes`."""
         return pages * 2 * (basis.centroid.shape[-1] + SCALE_BYTES)
-
-
-class FourBitRouter(BasisRouter):
-    """The basis router with coefficients of 4 bits instead of 8."""
-
-    name = "basis 4-bit"
-
-    def select(self, query: Tensor, pages: Pages) -> Selection:
-        """See `Router.select`."""
-        coarse = _rounded(pages.basis.coefficients.float(), 7)
-        return super().select(
-            query, dataclasses.replace(pages, basis=dataclasses.replace(pages.basis, coefficients=coarse))
-        )
-
-    def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
-        """See `Router.metadata_bytes`."""
-        rank, size = basis.coefficients.shape[3:]
-        return super().metadata_bytes(pages, shortlist, basis, features) - shortlist * rank * size // 2
 
 
 class ReusingRouter(BoxRouter):
@@ -94,7 +74,6 @@ def make_variant(name: str) -> str | Router:
     """The router to put into a config: a variant made here, or the name of a router of OVAL."""
     made: dict[str, Callable[[], Router]] = {
         Int8QuestRouter.name: Int8QuestRouter,
-        FourBitRouter.name: FourBitRouter,
         **{f"box every {every}": partial(ReusingRouter, every) for every in (2, 4)},
         **{f"box to {target:.0%}": partial(CoverageRouter, target) for target in (0.8, 0.9, 0.95)},
     }

@@ -1,4 +1,4 @@
-"""The local basis of a page: what is kept in int8 so that a page can be judged, and approximated, without reading it.
+"""The local basis of a page: what is kept so that a page can be judged, and approximated, without reading it.
 
 For a sealed page with keys K [S, D] and values V [S, D_v], in this order, each step from the dequantised ones before:
 
@@ -6,6 +6,8 @@ For a sealed page with keys K [S, D] and values V [S, D_v], in this order, each 
     C  = (K - mu) B^T  [S, r]       W = ridge regression of V - mean(V) on C - mean(C)  [r, D_v]
     v0 = mean(V) - mean(C) W        so that   keys ~ mu + C B   and   values ~ v0 + C W
     rho_k, rho_v = mean error norms of those two approximations
+
+mu and v0 are kept in 8 bits, everything else in 4: each step makes up for the rounding of those before it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from oval_core.memory import take
+from oval_core.quantise import int4, int8, packed_size, uint4, unpack_int4, unpack_uint4
 
 SUBSPACE_ITERATIONS = 6
 RIDGE = 1e-3
@@ -26,20 +29,22 @@ NEGLIGIBLE = 1e-4  # a direction that keeps less than this share of its length w
 
 @dataclass
 class PageBasis:
-    """Bases of the pages of one layer. `...` is `[B, H, P]`, P a capacity; int8 vectors carry one float32 scale each.
+    """Bases of the pages of one layer. `...` is `[B, H, P]`, P a capacity; vectors carry one float32 scale each.
+
+    uint8 fields hold two numbers of 4 bits a byte, see `oval_core.quantise`; half(n) is `packed_size(n)`.
 
     `tokens` counts the tokens that may be read; the coefficients of a page are ordered so that those come first.
     """
 
     centroid: Tensor  # int8 [..., D]
     centroid_scale: Tensor  # [...]
-    radius: Tensor  # int8 [..., D]
+    radius: Tensor  # uint8 [..., half(D)]
     radius_scale: Tensor  # [...]
-    directions: Tensor  # int8 [..., r, D]
+    directions: Tensor  # uint8 [..., r, half(D)]
     directions_scale: Tensor  # [..., r]
-    coefficients: Tensor  # int8 [..., r, S], the transpose of C: tokens lie side by side
+    coefficients: Tensor  # uint8 [..., r, half(S)], the transpose of C: tokens lie side by side
     coefficients_scale: Tensor  # [..., r]
-    regression: Tensor  # int8 [..., r, D_v]
+    regression: Tensor  # uint8 [..., r, half(D_v)]
     regression_scale: Tensor  # [..., r]
     value_offset: Tensor  # int8 [..., D_v]
     value_offset_scale: Tensor  # [...]
@@ -58,16 +63,19 @@ class PageBasis:
         def int8(*shape: int) -> Tensor:
             return torch.empty(*at, *shape, dtype=torch.int8, device=device)
 
+        def int4(*shape: int) -> Tensor:
+            return torch.empty(*at, *shape[:-1], packed_size(shape[-1]), dtype=torch.uint8, device=device)
+
         def float32(*shape: int) -> Tensor:
             return torch.empty(*at, *shape, dtype=torch.float32, device=device)
 
         key_dim, value_dim = dims[0], dims[1] if rank else 0
         return PageBasis(
             centroid=int8(key_dim), centroid_scale=float32(),
-            radius=int8(key_dim), radius_scale=float32(),
-            directions=int8(rank, key_dim), directions_scale=float32(rank),
-            coefficients=int8(rank, page_size), coefficients_scale=float32(rank),
-            regression=int8(rank, value_dim), regression_scale=float32(rank),
+            radius=int4(key_dim), radius_scale=float32(),
+            directions=int4(rank, key_dim), directions_scale=float32(rank),
+            coefficients=int4(rank, page_size), coefficients_scale=float32(rank),
+            regression=int4(rank, value_dim), regression_scale=float32(rank),
             value_offset=int8(value_dim), value_offset_scale=float32(),
             key_error=float32(), value_error=float32(), value_norm=float32(),
             tokens=torch.empty(at, dtype=torch.int32, device=device),
@@ -81,6 +89,16 @@ class PageBasis:
     def capacity_pages(self) -> int:
         """Pages that fit."""
         return self.tokens.shape[2]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page has room for."""
+        return 2 * self.coefficients.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        """Directions a page."""
+        return self.directions.shape[3]
 
     @property
     def resident_bytes(self) -> int:
@@ -100,6 +118,20 @@ class PageBasis:
     def _page_bytes(self, name: str) -> int:
         tensor: Tensor = getattr(self, name)
         return math.prod(tensor.shape[3:]) * tensor.element_size()
+
+    def coarse(self) -> tuple[Tensor, Tensor]:
+        """What tier 1 reads, in float32: mu and radius, `[..., D]`."""
+        mu = self.centroid * self.centroid_scale[..., None]
+        return mu, unpack_uint4(self.radius, mu.shape[-1]) * self.radius_scale[..., None]
+
+    def approximation(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tier 2 adds, float32: B `[..., r, D]`, C transposed `[..., r, S]`, W `[..., r, D_v]`, v0 `[..., D_v]`."""
+        v0 = self.value_offset * self.value_offset_scale[..., None]
+        sizes = {"directions": self.centroid.shape[-1], "coefficients": self.page_size, "regression": v0.shape[-1]}
+        b, c, w = (
+            unpack_int4(getattr(self, name), n) * getattr(self, f"{name}_scale")[..., None] for name, n in sizes.items()
+        )
+        return b, c, w, v0
 
     def narrow(self, num_pages: int) -> PageBasis:
         """The first `num_pages` pages, without a copy."""
@@ -144,9 +176,9 @@ def build_basis(keys: Tensor, values: Tensor, mask: Tensor | None, rank: int) ->
         keys, values, real = _real_tokens_first(keys, values, mask)
     tokens = real.sum(-2).squeeze(-1).int()  # [B, H, P], or a scalar
     weight = real / tokens.clamp_min(1)[..., None, None]  # [..., S, 1]
-    centroid, centroid_scale, mu = _int8((keys * weight).sum(-2))
+    centroid, centroid_scale, mu = int8((keys * weight).sum(-2))
     deviation = (keys - mu[..., None, :]) * real
-    radius, radius_scale, _ = _int8((deviation.abs() * weight).sum(-2))
+    radius, radius_scale, _ = uint4((deviation.abs() * weight).sum(-2))
 
     built = {
         "centroid": centroid, "centroid_scale": centroid_scale, "radius": radius, "radius_scale": radius_scale,
@@ -161,14 +193,14 @@ def build_basis(keys: Tensor, values: Tensor, mask: Tensor | None, rank: int) ->
 
 def _approximation(deviation: Tensor, values: Tensor, real: Tensor, weight: Tensor, rank: int) -> dict[str, Tensor]:
     """What tiers 2 and 3 read. `deviation [B, H, P, S, D]` from the centroid; `real`, `weight` `[..., S, 1]`."""
-    directions, directions_scale, b = _int8(leading_directions(deviation, rank))
-    coefficients, coefficients_scale, c_t = _int8(b @ deviation.mT)
+    directions, directions_scale, b = int4(leading_directions(deviation, rank))
+    coefficients, coefficients_scale, c_t = int4(b @ deviation.mT)
     c = c_t.mT  # [B, H, P, S, r]
 
     mean_c, mean_v = (c * weight).sum(-2, keepdim=True), (values * weight).sum(-2, keepdim=True)
     fitted = _ridge((c - mean_c) * real, (values - mean_v) * real)
-    regression, regression_scale, w = _int8(fitted)
-    value_offset, value_offset_scale, v0 = _int8((mean_v - mean_c @ w).squeeze(-2))
+    regression, regression_scale, w = int4(fitted)
+    value_offset, value_offset_scale, v0 = int8((mean_v - mean_c @ w).squeeze(-2))
 
     per_token = weight.squeeze(-1)
     return {
@@ -236,13 +268,6 @@ def _real_tokens_first(keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tens
     keys = keys.gather(-2, index.expand(keys.shape)).masked_fill(real == 0, 0)
     values = values.gather(-2, index.expand(values.shape)).masked_fill(real == 0, 0)
     return keys, values, real
-
-
-def _int8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise vectors `[..., n]` symmetrically to int8 with one scale each; also returns what they stand for."""
-    scale = x.abs().amax(-1) / 127
-    stored = (x / scale.clamp_min(torch.finfo(x.dtype).tiny)[..., None]).round().clamp(-127, 127)
-    return stored.to(torch.int8), scale, stored * scale[..., None]
 
 
 def _grown(tensor: Tensor, capacity: int) -> Tensor:

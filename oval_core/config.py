@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 ROUTER_OF_DEVICE = {"cpu": "box"}  # measured: README, "How well it works"; every other device: basis
-BUDGET_PAGES, BASIS_BUDGET_PAGES = 96, 48  # the basis router estimates what it does not read
+BUDGET_PAGES, BASIS_BUDGET_PAGES = 96, 32  # the basis router estimates what it does not read
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 TAIL_ESTIMATES = ("shortlist", "none")
 
@@ -54,8 +54,8 @@ class OvalConfig:
     sink_pages: int = 1
     window_pages: int = 1
     seal_tokens: int = 64
-    rank: int = 4
-    shortlist_ratio: float = 0.25
+    rank: int = 8
+    shortlist_ratio: float = 0.35
     shortlist_pages: int | None = 512
     estimate_tail: str = "shortlist"
     max_sparse_query_tokens: int = 64

@@ -90,12 +90,12 @@ class OvalLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """All keys `[B, H, T, D]` without a copy; None while empty."""
+        """All keys `[B, H, T, D]` in the order of the storage, without a copy; None while empty."""
         return self._store.dense()[0] if self._store else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """All values `[B, H, T, D_v]` without a copy; None while empty."""
+        """All values `[B, H, T, D_v]` in the order of the storage, without a copy; None while empty."""
         return self._store.dense()[1] if self._store else None
 
     def update(
@@ -169,6 +169,9 @@ class OvalLayer(CacheLayerMixin):
 
     def crop_rows(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[row]` tokens of each row; pages that lose a token are open again."""
+        self.store.check_crop(lengths)
+        for row, length in enumerate(lengths):
+            self._put_in_order(row, length)
         self.store.crop(lengths)
         for table, length in zip(self.tables, lengths, strict=True):
             table.crop(length)
@@ -176,20 +179,41 @@ class OvalLayer(CacheLayerMixin):
 
     def keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
         """Of the tokens from `start[row]` on keep only positions `indices[row]`, see `PageStore.keep`."""
+        self.store.check_keep(indices, start)
+        untouched = [
+            first + next((i for i, token in enumerate(kept) if token != first + i), len(kept))
+            for first, kept in zip(start, indices, strict=True)
+        ]
+        for row, token in enumerate(untouched):
+            self._put_in_order(row, token)
         self.store.keep(indices, start)
-        for table, first, kept in zip(self.tables, start, indices, strict=True):
-            untouched = first + next((i for i, token in enumerate(kept) if token != first + i), len(kept))
-            table.crop(untouched)
-            table.extend(first + len(kept) - untouched)
+        for table, token, length in zip(self.tables, untouched, self.store.lengths, strict=True):
+            table.crop(token)
+            table.extend(length - token)
         self._forget_attention()
 
     def _forget_attention(self) -> None:
         """What was removed has not been attended any more."""
         self._attended = [min(seen, have) for seen, have in zip(self._attended, self.store.lengths, strict=True)]
 
-    def mark(self, row: int, start: int, stop: int, tag: int) -> None:
-        """Give tokens [start, stop) of a row pages of their own, see `PageTable.mark`."""
-        self.pages.tables[row].mark(start, stop, tag)
+    def mark(self, row: int, start: int, stop: int, tag: int, blocks: Sequence[Sequence[int]] = ()) -> None:
+        """Give tokens [start, stop) of a row pages of their own, see `PageTable.mark`.
+
+        With `blocks` the tokens change their places in the storage when they are sealed: all at once, after all of them
+        have been attended, and not if a mask hid one of them. Their keys hold their positions, so that attention stays
+        the same as long as a later mask shows a query all of them or none; else call `unblock` before.
+        """
+        self.pages.tables[row].mark(start, stop, tag, blocks)
+
+    def unblock(self, row: int, token: int) -> None:
+        """Store the marked span that holds `token` of a row in order again, sealed or not; its pages become runs."""
+        self._put_in_order(row, token)
+        self.pages.tables[row].unblock(token)
+
+    def _put_in_order(self, row: int, token: int) -> None:
+        """Store in order what is sealed in blocks and ends after `token`; its pages are open again."""
+        for span in self.tables[row].reopen(token):
+            self.store.reorder(row, span.start, sorted(range(len(span.order)), key=span.order.__getitem__))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was."""

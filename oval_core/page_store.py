@@ -129,13 +129,17 @@ class PageStore:
         return take(self._keys, tokens), take(self._values, tokens)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Forget the tokens of each row from `lengths[row]` on."""
+        """Forget the tokens of each row from `lengths[row]` on. Raises ValueError, see `check_crop`."""
+        self.check_crop(lengths)
+        self.lengths = list(lengths)
+
+    def check_crop(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError if rows cannot be cropped to these lengths."""
         if len(lengths) != len(self.lengths):
             raise ValueError(f"lengths must name {len(self.lengths)} rows, got {len(lengths)}")
         bad = [(want, have) for want, have in zip(lengths, self.lengths, strict=True) if not 0 <= want <= have]
         if bad:
             raise ValueError(f"a row of {bad[0][1]} tokens cannot be cropped to {bad[0][0]}")
-        self.lengths = list(lengths)
 
     def keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
         """Of the tokens from `start[row]` on keep only those at positions `indices[row]`, moved together.
@@ -147,15 +151,49 @@ class PageStore:
         Raises:
             ValueError: rows or positions do not fit; nothing is changed.
         """
-        self._check_keep(indices, start)
+        self.check_keep(indices, start)
         for row, kept in enumerate(indices):
-            stop = start[row] + len(kept)
-            moved = torch.as_tensor(kept, dtype=torch.long, device=self._keys.device)
-            for storage in (self._keys, self._values):
-                storage[row, :, start[row] : stop] = storage[row, :, moved]
-            if self.visible is not None:
-                self.visible[row, start[row] : stop] = self.visible[row, moved]
+            self._move(row, start[row], kept)
         self.lengths = [first + len(kept) for first, kept in zip(start, indices, strict=True)]
+
+    def check_keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
+        """Raise ValueError if these are not tokens to keep, see `keep`."""
+        if not len(indices) == len(start) == len(self.lengths):
+            raise ValueError(f"indices and start must name {len(self.lengths)} rows, got {len(indices)}, {len(start)}")
+        for kept, first, length in zip(indices, start, self.lengths, strict=True):
+            bounds = [first - 1, *kept, length]
+            if first < 0 or any(a >= b for a, b in pairwise(bounds)):
+                raise ValueError(f"positions must ascend strictly within [{first}, {length}), got {list(kept)}")
+
+    def reorder(self, row: int, start: int, order: Sequence[int]) -> None:
+        """Let token `start + i` of a row be what token `start + order[i]` was.
+
+        Args:
+            order: a permutation of `range(n)`; the row has `start + n` tokens or more.
+
+        Raises:
+            ValueError: no such row or tokens, or no permutation; nothing is changed.
+        """
+        if not 0 <= row < len(self.lengths):
+            raise ValueError(f"row must be in [0, {len(self.lengths)}), got {row}")
+        stop = start + len(order)
+        if not 0 <= start <= stop <= self.lengths[row]:
+            raise ValueError(f"tokens [{start}, {stop}) are not all in row {row}, which has {self.lengths[row]}")
+        if sorted(order) != [*range(len(order))]:
+            raise ValueError(f"order must be a permutation of 0 to {len(order) - 1}, got {list(order)}")
+        self._move(row, start, [start + offset for offset in order])
+
+    def shows_all(self, row: int, start: int, stop: int) -> bool:
+        """Whether no token of [start, stop) of a row is hidden."""
+        return self.visible is None or bool(self.visible[row, start:stop].all())
+
+    def _move(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        """Copy `tokens` of a row to where `start` is, one after the other."""
+        stop, moved = start + len(tokens), torch.as_tensor(tokens, dtype=torch.long, device=self._keys.device)
+        for storage in (self._keys, self._values):
+            storage[row, :, start:stop] = storage[row, :, moved]
+        if self.visible is not None:
+            self.visible[row, start:stop] = self.visible[row, moved]
 
     @lasting
     def select_rows(self, rows: Tensor) -> None:
@@ -201,11 +239,3 @@ class PageStore:
             raise ValueError(
                 f"{name} must be {stored.dtype} on {stored.device} as in the cache, got {new.dtype} on {new.device}"
             )
-
-    def _check_keep(self, indices: Sequence[Sequence[int]], start: Sequence[int]) -> None:
-        if not len(indices) == len(start) == len(self.lengths):
-            raise ValueError(f"indices and start must name {len(self.lengths)} rows, got {len(indices)}, {len(start)}")
-        for kept, first, length in zip(indices, start, self.lengths, strict=True):
-            bounds = [first - 1, *kept, length]
-            if first < 0 or any(a >= b for a, b in pairwise(bounds)):
-                raise ValueError(f"positions must ascend strictly within [{first}, {length}), got {list(kept)}")

@@ -48,6 +48,8 @@ def view_pages(
         scaling=scaling,
         softcap=softcap,
         kernels=binding.kernels,
+        tables=layer.tables,
+        derived=sealed.derived,
     )
 
 

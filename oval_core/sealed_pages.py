@@ -99,9 +99,19 @@ class SealedPages:
         enough = [limit if limit - table.sealed_end >= self._seal_tokens else 0 for table, limit in rows]
         if not any(enough):
             return
+        for row, limit in enumerate(enough):
+            self._store_blocks(store, row, limit)
         new = [table.seal(limit) for table, limit in zip(self.tables, enough, strict=True)]
         if any(new):
             self._summarise_new(store, new)
+
+    def _store_blocks(self, store: PageStore, row: int, limit: int) -> None:
+        """Move the tokens that are about to be sealed in blocks; not if one is hidden, for masks go by position."""
+        for span in self.tables[row].due(limit):
+            if store.shows_all(row, span.start, span.stop):
+                store.reorder(row, span.start, span.order)
+            else:
+                self.tables[row].unblock(span.start)
 
     @lasting
     def _summarise_new(self, store: PageStore, new: list[range]) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oval_core import Handle as CoreHandle
@@ -22,14 +22,18 @@ from oval_core import attach as attach_core
 from oval_core.attach import CACHE_ARGUMENTS
 from oval_core.layer import OvalLayer
 from oval_core.stats import TraceEntry
+from oval_mm.hybrid_router import hybrid_of
 from oval_mm.image_spans import marks
 from oval_mm.models import family_of
+from oval_mm.page_embeddings import PictureTag, Shown, shown_pictures
 from oval_mm.prompt_reader import Found, PromptReader
 
 ENCODER = "get_image_features"
 
 
-def attach(model: PreTrainedModel, processor: Any = None, config: OvalConfig | None = None) -> Handle:
+def attach(
+    model: PreTrainedModel, processor: Any = None, config: OvalConfig | None = None, block: int | None = None
+) -> Handle:
     """`oval_core.attach` for a model that reads images; no page mixes image and text, or two images.
 
     `model.generate(**processor(...))` works as before. The pages of a picture carry its number in its row as their tag,
@@ -39,7 +43,11 @@ def attach(model: PreTrainedModel, processor: Any = None, config: OvalConfig | N
         model: a stock model of `oval_mm.models.FAMILIES`.
         processor: its processor, to check that both count image tokens alike; None: found out at the first image.
         config: default `OvalConfig()`. Images that are short are paged, too; pages are only left out where
-            the budget is smaller than their number.
+            the budget is smaller than their number. A `HybridRouter` in it is told what the pictures show.
+        block: side, in patches, of the square blocks that the pages of a picture show; its square is at most
+            `config.page_size`. At the lower and right border of the grid blocks are smaller; a newline token that ends
+            a row of patches (LLaVA-NeXT, OneVision) counts as a patch. Tokens whose grid is not known are paged in
+            runs. None: runs, row after row of patches.
 
     Returns: a handle with `stats()`, `trace()` and `detach()`; also a context manager.
 
@@ -47,8 +55,12 @@ def attach(model: PreTrainedModel, processor: Any = None, config: OvalConfig | N
         TypeError, ValueError, RuntimeError: not such a model, a processor that does not fit it, a config that cannot
             work, or already attached. The model is unchanged then.
     """
-    reader = PromptReader(family_of(model, processor))
-    handle = Handle(attach_core(model, config), reader)
+    router = hybrid_of(getattr(config, "router", None))
+    reader = PromptReader(family_of(model, processor), router.of_pictures if router else None)
+    if router is not None:
+        router.check(model)
+    _check_block(block, config or OvalConfig())
+    handle = Handle(attach_core(model, config), reader, block)
     try:
         handle._install()
     except BaseException:
@@ -64,17 +76,24 @@ class Handle:
         model, config, impl: see `oval_core.attach.Handle`.
     """
 
-    def __init__(self, core: CoreHandle, reader: PromptReader) -> None:
-        self._core, self._reader = core, reader
+    def __init__(self, core: CoreHandle, reader: PromptReader, block: int | None = None) -> None:
+        self._core, self._reader, self._block = core, reader, block
         self.model, self.config, self.impl = core.model, core.config, core.impl
         self._signature = inspect.signature(core.model.forward)
         self._encoder: nn.Module | None = None
         self._found: Found | None = None
+        self._unknown: set[tuple[int, int, int]] = set()  # pictures without an embedding: turn, row, number in the turn
         self._hooks: list[Any] = []
 
     def stats(self) -> dict[str, Any]:
-        """See `oval_core.attach.Handle.stats`."""
-        return self._core.stats()
+        """See `oval_core.attach.Handle.stats`; with a `HybridRouter` also `pictures_without_embedding`.
+
+        Those, counted in every row, were routed without the head.
+        """
+        stats, router = self._core.stats(), hybrid_of(self.config.router)
+        if router is not None and router.embedding.needs_pictures:
+            stats["pictures_without_embedding"] = len(self._unknown)
+        return stats
 
     def trace(self) -> AbstractContextManager[list[TraceEntry]]:
         """See `oval_core.attach.Handle.trace`."""
@@ -109,17 +128,23 @@ class Handle:
         arguments = self._arguments(args, kwargs)
         cache = _cache(arguments)
         self._found = None
+        past_tokens = 0 if cache is None else cache.get_seq_length()
+        if past_tokens == 0:
+            self._unknown = set()
         if not model.training:
-            self._found = self._reader.read(arguments, 0 if cache is None else cache.get_seq_length())
+            self._found = self._reader.read(arguments, past_tokens)
+        _unblock_what_is_hidden(_paged_layers(cache), arguments.get("attention_mask"))
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        found, self._found = self._found, None
-        self._reader.passed()
+        found, self._found = self._reader.passed(self._found), None
         if found is None:
             return
-        for layer in getattr(_cache(self._arguments(args, kwargs)), "layers", ()):
-            if isinstance(layer, OvalLayer):
-                _mark(layer, found)
+        shown = shown_pictures(found.spans, found.embeddings, found.start)
+        for row, spans in enumerate(found.spans):
+            unknown = [span for span in spans if shown[row, span.start].embedding is None]
+            self._unknown |= {(found.start, row, span.image) for span in unknown}
+        for layer in _paged_layers(_cache(self._arguments(args, kwargs))):
+            _mark(layer, found, self._block, shown)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
@@ -144,10 +169,45 @@ def _cache(arguments: dict[str, Any]) -> Any:
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
-def _mark(layer: OvalLayer, found: Found) -> None:
+def _paged_layers(cache: Any) -> list[OvalLayer]:
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, OvalLayer)]
+
+
+def _check_block(block: int | None, config: OvalConfig) -> None:
+    if block is None:
+        return
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise TypeError(f"block must be an integer >= 1 or None, got {block!r} ({type(block).__name__})")
+    if block < 1 or block * block > config.page_size:
+        raise ValueError(
+            f"block must be an integer >= 1 whose square is at most page_size = {config.page_size}, got {block}"
+        )
+
+
+def _mark(layer: OvalLayer, found: Found, block: int | None, shown: Mapping[tuple[int, int], Shown]) -> None:
     """Give the pictures that begin in this pass pages of their own; those of earlier turns count on."""
     earlier = [[span.tag for span in table.spans if span.start < found.start] for table in layer.tables]
     first = [1 + max(tags, default=-1) for tags in earlier]
-    for row, start, stop, tag in marks(found.spans):
+    for row, start, stop, tag, blocks in marks(found.spans, block):
         if found.start + start >= found.fresh:
-            layer.mark(row, found.start + start, found.start + stop, first[row] + tag)
+            number = PictureTag(first[row] + tag, shown[row, start])
+            layer.mark(row, found.start + start, found.start + stop, number, blocks)
+
+
+def _unblock_what_is_hidden(layers: list[OvalLayer], mask: Any) -> None:
+    """A mask goes by position: of whatever it hides some tokens only, all tokens are stored in order again.
+
+    Args:
+        layers: of one cache.
+        mask: `[B, T]`, `[B, h, Q, T]`, or anything else, which is not looked into.
+    """
+    tables = layers[0].tables if layers else []
+    blocked = [(row, span) for row, table in enumerate(tables) for span in table.spans if span.blocks]
+    if not blocked or mask is None:
+        return
+    shown = mask.cpu() if isinstance(mask, Tensor) else None
+    for row, span in blocked:
+        tokens = None if shown is None else shown[min(row, len(shown) - 1), ..., span.start : span.stop]
+        if tokens is None or bool((tokens != tokens[..., :1]).any()):
+            for layer in layers:
+                layer.unblock(row, span.start)

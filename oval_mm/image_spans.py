@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product, repeat
 
 import torch
@@ -148,41 +149,38 @@ def _advice(settings: Sequence[str]) -> str:
     )
 
 
-def block_order(rows: int, columns: int, block: int) -> tuple[list[int], list[int]]:
-    """The order in which the patches of a grid come block by block.
+@cache
+def blocks_of(rows: int, columns: int, block: int) -> tuple[tuple[int, ...], ...]:
+    """The patches of a grid, block by block: the numbers from 0 to `rows * columns - 1`, each once.
 
     Args:
         rows, columns: of the grid; its tokens stand row after row.
         block: side of the square blocks; those at the lower and right border are cut to what is there.
-
-    Returns: the permutation of `range(rows * columns)`, and how many of its entries each block has.
     """
     if min(rows, columns, block) < 1:
         raise ValueError(f"rows, columns and block must be >= 1, got {rows}, {columns}, {block}")
-    blocks = [
-        [row * columns + column for row, column in product(down, across)]
+    return tuple(
+        tuple(row * columns + column for row, column in product(down, across))
         for down, across in product(_slices(rows, block), _slices(columns, block))
-    ]
-    return [token for tokens in blocks for token in tokens], [len(tokens) for tokens in blocks]
+    )
 
 
 def _slices(length: int, block: int) -> list[range]:
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
 
 
-def marks(spans: Sequence[Sequence[ImageSpan]], block: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-    """Row, start, stop and tag of what to mark: `for mark in marks(spans): layer.mark(*mark)`.
+Mark = tuple[int, int, int, int, tuple[tuple[int, ...], ...]]
+
+
+def marks(spans: Sequence[Sequence[ImageSpan]], block: int | None = None) -> Iterator[Mark]:
+    """Row, start, stop, tag and blocks of what to mark: `for mark in marks(spans): layer.mark(*mark)`.
 
     Args:
         spans: of each row, see `find_spans`; the tag is the number of the picture in its row.
-        block: spans with a grid get a mark a block, for tokens that are stored in `block_order`; None: a mark a span.
+        block: side of the square blocks that are the pages of spans with a grid; None: all pages are runs.
     """
     for row, row_spans in enumerate(spans):
         for span in row_spans:
-            lengths = [span.stop - span.start]
-            if block is not None and span.rows and span.columns:
-                lengths = block_order(span.rows, span.columns, block)[1]
-            stop = span.start
-            for length in lengths:
-                start, stop = stop, stop + length
-                yield row, start, stop, span.image
+            grid = (span.rows, span.columns)
+            blocks = () if block is None or None in grid else blocks_of(*grid, block)
+            yield row, span.start, span.stop, span.image, blocks

@@ -6,8 +6,8 @@ features with them) and cut the prompt into chunks. A plain `forward` gets the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from oval_mm.models import Family
 
 logger = logging.get_logger(__name__)
 
-PICTURE = "oval_picture"  # attribute of features: which picture they are
+PICTURE, EMBEDDING = "oval_picture", "oval_embedding"  # attributes of features: which picture they are, what it shows
+Embeddings = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Found:
         spans: of each row, from the start of the prompt that the pass belongs to.
         start: tokens that the cache held before that prompt.
         fresh: tokens that the cache held before the pass; spans that begin earlier are known.
+        embeddings: of all pictures, row after row, see `PromptReader`; those that miss at the end are not known.
     """
 
     spans: Sequence[Sequence[ImageSpan]]
     start: int
     fresh: int
+    embeddings: Embeddings = ()
 
 
 @dataclass
@@ -43,6 +46,7 @@ class _Begun:
 
     pictures: list[Picture]
     features: int
+    embeddings: Embeddings = ()
     start: int = 0
     ids: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
@@ -75,10 +79,14 @@ class PromptReader:
 
     Args:
         family: of the model.
+        embed: makes the embeddings that pictures get from their features and from the states of the vision tower, see
+            `PageEmbedding.of_pictures`; None: they get none.
     """
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
+    def __init__(
+        self, family: Family, embed: Callable[[Sequence[Tensor], Any], list[Tensor | None]] | None = None
+    ) -> None:
+        self.family, self._embed = family, embed
         self._begun: _Begun | None = None
 
     def encoded(self, arguments: Mapping[str, Any], output: Any) -> None:
@@ -87,9 +95,12 @@ class PromptReader:
         if features is None or not self._are_given(arguments):
             return
         pictures = self.family.encoded(arguments)
+        embeddings = self._embed(features, output.get("last_hidden_state")) if self._embed else [None] * len(features)
         for feature, picture in zip(features, pictures, strict=False):
             setattr(feature, PICTURE, picture)
-        self._begun = _Begun(pictures, sum(len(feature) for feature in features))
+        for feature, embedding in zip(features, embeddings, strict=True):
+            setattr(feature, EMBEDDING, embedding)
+        self._begun = _Begun(pictures, sum(len(feature) for feature in features), embeddings)
 
     def read(self, arguments: Mapping[str, Any], past_tokens: int) -> Found | None:
         """The pictures in the tokens of a forward pass, None if there are none.
@@ -117,12 +128,17 @@ class PromptReader:
         if image is None and not (has_images and self._are_given(arguments)):
             return None
         pictures = self.family.encoded(arguments) if image is None else self._pictures(image)
-        return Found(self._spans(ids, mask, pictures), past_tokens, past_tokens)
+        features = getattr(image, "pooler_output", image)
+        embeddings = [] if image is None else [getattr(feature, EMBEDDING, None) for feature in features]
+        return Found(self._spans(ids, mask, pictures), past_tokens, past_tokens, embeddings)
 
-    def passed(self) -> None:
-        """A forward pass has ended; if it encoded pictures itself, it has read them as well."""
-        if self._begun is not None and not self._begun.ids:
-            self._begun = None
+    def passed(self, found: Found | None) -> Found | None:
+        """A forward pass has ended; if it encoded pictures itself, it has read them as well: `found`, completed."""
+        begun = self._begun
+        if begun is None or begun.ids:
+            return found
+        self._begun = None
+        return found if found is None or found.embeddings else replace(found, embeddings=begun.embeddings)
 
     def _are_given(self, arguments: Mapping[str, Any]) -> bool:
         """Whether what decides about the image tokens is there; if not, the model itself will complain."""
@@ -153,7 +169,8 @@ class PromptReader:
                 "prefill_chunk_size: while a prompt is not read to its end, it cannot be told which of its pictures, "
                 "which differ in size, are whose row's; generate row by row or without prefill_chunk_size"
             )
-        return Found(spans, begun.start, past_tokens)
+        embeddings = begun.embeddings if len(ids) == 1 else []  # of several rows it is not known yet which has which
+        return Found(spans, begun.start, past_tokens, embeddings)
 
 
 def _encoded_images(arguments: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ def save_tiny_checkpoint(directory: Path) -> Path:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=16,
         max_position_embeddings=1024,
         bos_token_id=None,
         eos_token_id=None,

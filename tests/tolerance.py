@@ -12,7 +12,8 @@ from torch import Tensor
 
 SLACK = 4.0
 DENSE = 1e-5  # float32, budget >= context equals dense
-INT8_STEP = 0.5 / 127  # rounding to int8 moves an entry by at most this share of the vector's largest entry
+# Rounding to 8 or 4 bits moves an entry by at most this share of the vector's largest entry.
+INT8_STEP, INT4_STEP, UINT4_STEP = 0.5 / 127, 0.5 / 7, 0.5 / 15
 
 
 def assert_as_accurate_as(formula: Callable[..., Tensor], inputs: tuple[Tensor, ...], got: Tensor) -> None:

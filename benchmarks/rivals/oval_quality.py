@@ -1,7 +1,7 @@
 """OVAL on questions that come late, with budgets that read about as much as `kvpress_quality` keeps.
 
 The last positions of long texts are measured by `benchmarks.quality`. Bytes are counted as there: keys, values and page
-features as bfloat16, bases as int8, all metadata included.
+features as bfloat16, bases as they are stored, all metadata included.
 """
 
 from __future__ import annotations

@@ -152,15 +152,14 @@ def _plan(layer: OvalLayer) -> _Plan:
 
 
 def _new_plan(layer: OvalLayer) -> _Plan:
-    config, pages, router = layer.config, layer.pages, layer.router
+    config, pages, router, basis = layer.config, layer.pages, layer.router, layer.pages.basis
     budgets = [config.budget_for(count) - 1 for count in pages.counts]
     rows = [
         (count, budget, config.shortlist_for(count), 0, 0) for count, budget in zip(pages.counts, budgets, strict=True)
     ]
-    tensors = [getattr(pages.basis, name) for name in loops.Bases._fields]
+    tensors = [getattr(basis, name) for name in loops.Bases._fields]
     arrays = [tensor.numpy() for tensor in (*tensors, pages.starts, pages.lengths, pages.mean_value_norm)]
-    rank, page_size = pages.basis.coefficients.shape[3:]
-    sizes = loops.Sizes(pages.basis.capacity_pages, page_size, rank, pages.basis.value_offset.shape[3])
+    sizes = loops.Sizes(basis.capacity_pages, basis.page_size, basis.rank, basis.value_offset.shape[3])
     tail = router.estimate_tail if isinstance(router, BasisRouter) else False
     choices = loops.Choices(config.sink_pages, config.window_pages, isinstance(router, BasisRouter), tail)
     numbers = np.array([*sizes, *choices, *(array.ctypes.data for array in arrays)])

@@ -26,7 +26,7 @@ fast = partial(njit, fastmath=True, error_model="numpy")  # a division by zero g
 
 
 class Bases(NamedTuple):
-    """The arrays of a `PageBasis`."""
+    """The arrays of a `PageBasis`; uint8 ones hold two numbers a byte (`oval_core.quantise`)."""
 
     centroid: Any
     centroid_scale: Any
@@ -185,6 +185,17 @@ def _two_dots(left, right, other_left, other_right):
 
 
 @fast(inline="always")
+def _unpack_uint4(packed, wide):
+    """4-bit numbers, two a byte, as int8."""
+    half = packed.shape[0]
+    low, high = wide[:half], wide[half:]
+    for d in range(half):
+        low[d] = np.int8(packed[d] & np.uint8(15))
+    for d in range(high.shape[0]):
+        high[d] = np.int8(packed[d] >> np.uint8(4))
+
+
+@fast(inline="always")
 def _most(values, count):
     most = NOTHING
     for i in range(count):
@@ -235,10 +246,12 @@ def _top(values, wanted, chosen):
 def _coarse(rows, b, h, bases, scaling, first, last, scores):
     """Tier 1 for pages first..last: `scores [R, P]`."""
     rounded, scale = _int16(rows)
-    absolute, size = np.abs(rounded), bases.coefficients.shape[4]
+    absolute, size = np.abs(rounded), 2 * bases.coefficients.shape[4]
     masses = np.log(np.maximum(np.arange(size + 1), 1)).astype(np.float32)
+    radius = np.empty(rows.shape[1], np.int8)
     for p in range(first, last):
-        tokens, mu, radius = bases.tokens[b, h, p], bases.centroid[b, h, p], bases.radius[b, h, p]
+        tokens, mu = bases.tokens[b, h, p], bases.centroid[b, h, p]
+        _unpack_uint4(bases.radius[b, h, p], radius)
         along, spread = scaling * bases.centroid_scale[b, h, p], scaling * bases.radius_scale[b, h, p]
         for r in range(rows.shape[0]):
             dot, reach = _two_dots(rounded[r], mu, absolute[r], radius)
@@ -272,7 +285,7 @@ def _page_shares(b, h, part_ends, coarse, tokens, choices):
 @fast()
 def _basis(rows, b, h, bases, scaling, pages, lse, moved):
     """Tier 2 for `pages`, BLOCK of them at a time: log-masses `lse [R, n]`, mean coefficients `moved [R, n, r]`."""
-    rank, size = bases.coefficients.shape[3], bases.coefficients.shape[4]
+    rank, size = bases.coefficients.shape[3], 2 * bases.coefficients.shape[4]
     step = rank + 1
     vectors = np.zeros((BLOCK * step, rows.shape[1]), np.float32)  # of each page the centroid, then the directions
     along = np.empty((rows.shape[0], BLOCK * step), np.float32)
@@ -283,7 +296,7 @@ def _basis(rows, b, h, bases, scaling, pages, lse, moved):
         for i in range(block.shape[0]):
             centroid, directions = bases.centroid[b, h, block[i]], bases.directions[b, h, block[i]]
             _stack(centroid, directions, vectors[i * step : i * step + step])
-            _widen(bases.coefficients[b, h, block[i]], c[i])
+            _unpack_rows(bases.coefficients[b, h, block[i]], c[i])
         _dots(rows, vectors, scaling, along)
         for r in range(rows.shape[0]):
             _log_masses(along[r], b, h, bases, block, c, logits, weights, lse[r, j : j + BLOCK])
@@ -297,21 +310,24 @@ def _up(n):
 
 
 @fast(inline="always")
-def _widen(stored, wide):
-    """int8 rows as float32, not scaled."""
-    for k in range(stored.shape[0]):
-        source, target = stored[k], wide[k]
-        for d in range(source.shape[0]):
-            target[d] = source[d]
+def _unpack_rows(packed, wide):
+    """Rows of signed 4-bit numbers, two a byte, as float32, not scaled; the shifts within int8 carry the sign."""
+    half = packed.shape[1]
+    for k in range(packed.shape[0]):
+        source, low, high = packed[k], wide[k, :half], wide[k, half:]
+        for d in range(half):
+            low[d] = np.int8(np.int8(source[d] << 4) >> 4)
+        for d in range(high.shape[0]):
+            high[d] = np.int8(np.int8(source[d]) >> 4)
 
 
 @fast(inline="always")
-def _stack(first, others, vectors):
-    """One int8 vector and the rows of another array as float32, not scaled."""
+def _stack(first, packed, vectors):
+    """One int8 vector and rows of 4-bit numbers as float32, not scaled."""
     target = vectors[0]
     for d in range(first.shape[0]):
         target[d] = first[d]
-    _widen(others, vectors[1:])
+    _unpack_rows(packed, vectors[1:])
 
 
 @fast()
@@ -581,7 +597,7 @@ def _finish(b, h, part, parts, query, tokens, table, bases, choices, scaling, co
         picked[b, h, :count] = chosen[:count]
         valid[b, h, :count] = True
     out, most, mass = sums.out[b, h, part], sums.most[b, h, part], sums.mass[b, h, part]
-    room = (count // parts + 1) * bases.coefficients.shape[4] + table.ends[b] - table.sealed_end[b]
+    room = (count // parts + 1) * 2 * bases.coefficients.shape[4] + table.ends[b] - table.sealed_end[b]
     positions = np.empty(room + BLOCK, np.int64)
     found = _token_list(b, tokens, table, chosen[:count], part, parts, positions)
     _read(query, b, h, tokens, table.sealed_end[b], scaling, positions, found, out, most, mass)
@@ -646,13 +662,13 @@ def unpack(packed, heads, dim):
     bases = Bases(
         carray(_pointer(at[0]), (*shape, dim), np.int8),
         carray(_pointer(at[1]), shape, np.float32),
-        carray(_pointer(at[2]), (*shape, dim), np.int8),
+        carray(_pointer(at[2]), (*shape, (dim + 1) // 2), np.uint8),
         carray(_pointer(at[3]), shape, np.float32),
-        carray(_pointer(at[4]), (*shape, sizes.rank, dim), np.int8),
+        carray(_pointer(at[4]), (*shape, sizes.rank, (dim + 1) // 2), np.uint8),
         carray(_pointer(at[5]), (*shape, sizes.rank), np.float32),
-        carray(_pointer(at[6]), (*shape, sizes.rank, sizes.page_size), np.int8),
+        carray(_pointer(at[6]), (*shape, sizes.rank, sizes.page_size // 2), np.uint8),
         carray(_pointer(at[7]), (*shape, sizes.rank), np.float32),
-        carray(_pointer(at[8]), (*shape, sizes.rank, sizes.value_dim), np.int8),
+        carray(_pointer(at[8]), (*shape, sizes.rank, (sizes.value_dim + 1) // 2), np.uint8),
         carray(_pointer(at[9]), (*shape, sizes.rank), np.float32),
         carray(_pointer(at[10]), (*shape, sizes.value_dim), np.int8),
         carray(_pointer(at[11]), shape, np.float32),

@@ -20,8 +20,7 @@ def coarse_scores(query: Tensor, basis: PageBasis, scaling: float, softcap: floa
 
     Returns: float32 `[B, H, G, Q, P]`; -inf for a page without readable tokens.
     """
-    mu = basis.centroid.float() * basis.centroid_scale[..., None]  # [B, H, P, D]
-    radius = basis.radius.float() * basis.radius_scale[..., None]
+    mu, radius = basis.coarse()  # [B, H, P, D]
     logits = _per_head(query, mu) + _per_head(query.abs(), radius)
     return _capped(scaling * logits, softcap) + basis.tokens.float().log()[:, :, None, None]
 
@@ -36,11 +35,8 @@ def evaluate_bases(query: Tensor, basis: PageBasis, pages: Tensor, scaling: floa
     Returns: `out [B, H, G, Q, n, D_v]`, the page's output, and `lse [B, H, G, Q, n]`, its log-mass.
     """
     page = basis.gather(pages)
-    mu = page.centroid.float() * page.centroid_scale[..., None]  # [B, H, n, D]
-    b = page.directions.float() * page.directions_scale[..., None]  # [B, H, n, r, D]
-    c = page.coefficients.float() * page.coefficients_scale[..., None]  # [B, H, n, r, S]
-    w = page.regression.float() * page.regression_scale[..., None]  # [B, H, n, r, D_v]
-    v0 = page.value_offset.float() * page.value_offset_scale[..., None]  # [B, H, n, D_v]
+    mu, _ = page.coarse()  # [B, H, n, D]
+    b, c, w, v0 = page.approximation()  # [B, H, n, r, D], [B, H, n, r, S], [B, H, n, r, D_v], [B, H, n, D_v]
 
     along = torch.einsum("bhgqd,bhnrd->bhgqnr", query, b)
     logits = _per_head(query, mu)[..., None] + torch.einsum("bhgqnr,bhnrs->bhgqns", along, c)

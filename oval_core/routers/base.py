@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oval_core.basis import PageBasis
 from oval_core.kernels.api import Kernels, Partial
+from oval_core.page_table import PageTable
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Pages:
         positions: int64 `[B, Q]`, absolute position of each query in its row, padding not counted.
         hidden_states: input of the attention module, `[B, Q, hidden]`, if the router asked for it.
         layer_idx, scaling, softcap, kernels: of the attention at hand.
+        tables: the page table of each row, with the spans that were marked in it.
+        derived: for what a router makes of the pages of this layer; dropped when those change.
     """
 
     basis: PageBasis
@@ -54,6 +58,8 @@ class Pages:
     scaling: float
     softcap: float | None
     kernels: Kernels
+    tables: Sequence[PageTable]
+    derived: dict[str, Any]
 
     @property
     def index(self) -> Tensor:

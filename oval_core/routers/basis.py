@@ -32,14 +32,25 @@ class BasisRouter(Router):
 
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
-        kernels = pages.kernels
-        coarse = kernels.coarse_scores(query, pages.basis, pages.scaling, pages.softcap)
-        shortlist, listed = pages.top(pages.weights(coarse), pages.shortlist, pages.most[1])
-        page = kernels.evaluate_bases(query, pages.basis, shortlist, pages.scaling, pages.softcap)
+        return self.select_by(
+            query, pages, pages.kernels.coarse_scores(query, pages.basis, pages.scaling, pages.softcap)
+        )
+
+    def select_by(self, query: Tensor, pages: Pages, coarse: Tensor, shift: Tensor | None = None) -> Selection:
+        """The same from coarse scores `[B, H, G, Q, P]`.
+
+        Args:
+            shift: of that shape, added to the log-masses that pages are ranked by; what is estimated of the pages that
+                are not read stays as it is. None: nothing.
+        """
+        ranked = coarse if shift is None else coarse + shift
+        shortlist, listed = pages.top(pages.weights(ranked), pages.shortlist, pages.most[1])
+        page = pages.kernels.evaluate_bases(query, pages.basis, shortlist, pages.scaling, pages.softcap)
         lse = page.lse.masked_fill(~self._estimable(shortlist, listed, pages), -torch.inf)
+        mass = lse if shift is None else lse + shift.gather(-1, shortlist[:, :, None, None].expand(lse.shape))
 
         impact = torch.full_like(pages.basis.key_error, -torch.inf)
-        impact.scatter_(-1, shortlist, self._impact(query, lse, shortlist, pages).masked_fill(~listed, -torch.inf))
+        impact.scatter_(-1, shortlist, self._impact(query, mass, shortlist, pages).masked_fill(~listed, -torch.inf))
         chosen, valid = pages.top(impact, pages.budget, pages.most[0])
         if not self.estimate_tail:
             return Selection(chosen, valid)

@@ -22,4 +22,4 @@ class MeanRouter(Router):
 
     def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
         """See `Router.metadata_bytes`."""
-        return pages * (basis.coarse_bytes - basis.centroid.shape[-1] - basis.radius_scale.element_size())
+        return pages * (basis.coarse_bytes - basis.radius.shape[-1] - basis.radius_scale.element_size())

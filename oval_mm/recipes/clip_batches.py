@@ -15,13 +15,23 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from oval_mm.recipes.clip_captions import BACKGROUND, Description, Look, describe, easy_vqa_look, is_true, look_of
+from oval_mm.recipes.clip_captions import (
+    BACKGROUND,
+    Description,
+    Look,
+    describe,
+    describe_part,
+    easy_vqa_look,
+    is_true,
+    look_of,
+)
 from oval_mm.recipes.easy_vqa import load_easy_vqa
 from oval_mm.recipes.scenes import SPLITS, Scene, caption, make_scene, paint
 from oval_mm.recipes.shapes import Box
 from oval_mm.recipes.tiny_clip import CONTEXT, ClipSizes, as_bytes, make_tokenizer
 
 SINGLE_SHARE, EASY_VQA_SHARE = 4, 8  # one image in so many is of one object of a scene, or from easy-vqa
+SHOWN_SHARE = 0.4  # of the patches: most of a scene is background, and steps are cheaper without most of that
 PART_TOKENS = 10  # "a red circle with the digit 7" is 7 words, and there are a begin and an end
 WHOLE: Look = ("scene", "scene", "scene")  # what the caption of a whole scene says: it is true of no other image
 
@@ -29,20 +39,22 @@ WHOLE: Look = ("scene", "scene", "scene")  # what the caption of a whole scene s
 class ClipBatch(NamedTuple):
     """B images with a caption each, and R parts of them (an object's patches, or the background) with short ones.
 
-    What is `also_true` of something without being its own caption is neither right nor wrong.
+    A part comes twice where two things are said of it. What is `also_true` of something without being its own caption
+    is neither right nor wrong.
     """
 
     images: Tensor  # uint8 [B, 3, H, W]
+    shown: Tensor  # int64 [B, K]: the patches of each image that the model gets to see, in rows
     captions: Tensor  # int64 [B, CONTEXT]
     caption_also_true: Tensor  # bool [B, B]: of image, caption
     part_images: Tensor  # int64 [R]: which image it is a part of
-    part_patches: Tensor  # float32 [R, P]: how much of the part lies in which patch; sums to 1
+    part_patches: Tensor  # float32 [R, K]: how much of the part lies in which of them; sums to 1
     part_captions: Tensor  # int64 [R, PART_TOKENS]
     part_also_true: Tensor  # bool [R, R]: of part, caption
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _Drawn:
     """An image, what is said of it, the looks of all that is in it, and its parts: what they show and where."""
 
     image: Image.Image
@@ -66,35 +78,52 @@ class ClipBatches(Dataset[ClipBatch]):
 
     def __getitem__(self, step: int) -> ClipBatch:
         rng = random.Random(f"clip {self.seed} {step}")
-        shown = list(self._draw(rng))
-        captions = [one.description for one in shown]
-        parts = [(index, look, patches) for index, one in enumerate(shown) for look, patches in one.parts]
-        part_captions = [describe(look, rng) for _, look, _ in parts]
+        drawn = list(self._draw(rng))
+        captions = [one.description for one in drawn]
+        parts = [
+            (index, look, area, said)
+            for index, one in enumerate(drawn)
+            for look, area in one.parts
+            for said in describe_part(look, rng)
+        ]
+        part_images = torch.tensor([index for index, *_ in parts])
+        part_captions = [said for *_, said in parts]
+        shown = self._shown(drawn, rng)
         return ClipBatch(
-            images=as_bytes([one.image for one in shown]),
+            images=as_bytes([one.image for one in drawn]),
+            shown=shown,
             captions=self._tokens(captions, CONTEXT),
-            caption_also_true=_also_true(captions, [one.looks for one in shown]),
-            part_images=torch.tensor([index for index, *_ in parts]),
-            part_patches=torch.from_numpy(np.stack([patches for *_, patches in parts])),
+            caption_also_true=_also_true(captions, [one.looks for one in drawn]),
+            part_images=part_images,
+            part_patches=_shares(torch.from_numpy(np.stack([area for _, _, area, _ in parts])), shown[part_images]),
             part_captions=self._tokens(part_captions, PART_TOKENS),
-            part_also_true=_also_true(part_captions, [[look] for _, look, _ in parts]),
+            part_also_true=_also_true(part_captions, [[look] for _, look, *_ in parts]),
         )
 
-    def _draw(self, rng: random.Random) -> Iterator[_Shown]:
+    def _shown(self, drawn: Sequence[_Drawn], rng: random.Random) -> Tensor:
+        """The patches of objects and, at random, of the background: as many of every image."""
+        areas = [[area for look, area in one.parts if look != BACKGROUND] for one in drawn]
+        nothing = np.zeros(self.sizes.image_tokens, np.float32)
+        taken = np.stack([sum(some, start=nothing) > 0 for some in areas])
+        count = max(int(taken.sum(1).max()), round(SHOWN_SHARE * self.sizes.image_tokens))
+        order = taken + np.random.default_rng(rng.getrandbits(32)).random(taken.shape)
+        return torch.from_numpy(np.sort(np.argsort(-order, axis=1)[:, :count]))
+
+    def _draw(self, rng: random.Random) -> Iterator[_Drawn]:
         size_px = self.sizes.image_px
         easy, single = self.batch // EASY_VQA_SHARE, self.batch // SINGLE_SHARE
         for seed in rng.sample(SPLITS["train"], self.batch - easy - single):
             scene = make_scene(seed, size_px)
             seen = {look_of(thing): area_of(thing.box, self.sizes) for thing in scene.objects}
-            yield _shown(scene, Description(caption(scene), WHOLE), seen)
+            yield _of_scene(scene, Description(caption(scene), WHOLE), seen)
         for seed in rng.sample(SPLITS["train"], single):
             scene = single_object(seed, size_px)
             (thing,) = scene.objects
             area = area_of(thing.box, self.sizes)
             seen = {look_of(thing): area, BACKGROUND: self.sizes.patch_px**2 - area}
-            yield _shown(scene, describe(look_of(thing), rng), seen)
+            yield _of_scene(scene, describe(look_of(thing), rng), seen)
         for path, look in rng.sample(self.easy_vqa, easy):
-            yield _Shown(open_rgb(path, size_px), describe(look, rng), (look,), ())
+            yield _Drawn(open_rgb(path, size_px), describe(look, rng), (look,), ())
 
     def _tokens(self, descriptions: Sequence[Description], length: int) -> Tensor:
         words = [description.words for description in descriptions]
@@ -125,10 +154,15 @@ def area_of(box: Box, sizes: ClipSizes) -> np.ndarray:
     return np.outer(high, wide).ravel().astype(np.float32)
 
 
-def _shown(scene: Scene, description: Description, seen: dict[Look, np.ndarray]) -> _Shown:
+def _shares(area: Tensor, shown: Tensor) -> Tensor:
+    """float32 `[R, K]`: how much of a part of `area [R, P]` lies in each of the patches `shown [R, K]`."""
+    seen = area.gather(1, shown)
+    return seen / seen.sum(1, keepdim=True)
+
+
+def _of_scene(scene: Scene, description: Description, seen: dict[Look, np.ndarray]) -> _Drawn:
     looks = tuple(look_of(thing) for thing in scene.objects)
-    parts = tuple((look, area / area.sum()) for look, area in seen.items())
-    return _Shown(paint(scene), description, looks, parts)
+    return _Drawn(paint(scene), description, looks, tuple(seen.items()))
 
 
 def _also_true(said: Sequence[Description], looks: Sequence[Sequence[Look]]) -> Tensor:

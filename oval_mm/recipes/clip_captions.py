@@ -64,6 +64,18 @@ def describe(look: Look, rng: random.Random) -> Description:
     return Description(rng.choice(wordings), said)
 
 
+def describe_part(look: Look, rng: random.Random) -> list[Description]:
+    """Say one true thing of an object, and one of its glyph, if it has one."""
+    colour, shape, glyph = look
+    if glyph in (NO_GLYPH, BACKGROUND[2]):
+        return [describe(look, rng)]
+    sign = glyph_in_words(glyph)
+    return [
+        describe((colour, shape, NO_GLYPH), rng),
+        Description(rng.choice((sign, f"a shape with the {sign}")), (ANY, ANY, glyph)),
+    ]
+
+
 def is_true(said: Sequence[Look], looks: Sequence[Look]) -> np.ndarray:
     """bool `[L, S]`: whether what is said in S descriptions holds of L objects."""
     claims, facts = np.array(said)[None], np.array(looks)[:, None]

@@ -35,7 +35,7 @@ from oval_mm.recipes.training_state import (
     write_whole,
 )
 
-STEPS, BATCH = 800, 64
+STEPS, BATCH = 1200, 64
 LEARNING_RATE, WARM_UP, WEIGHT_DECAY, LARGEST_GRADIENT = 1e-3, 0.05, 0.05, 1.0
 LARGEST_SCALE = math.log(100)
 HELD_OUT_SCENES, REPORT_EVERY = 256, 100
@@ -150,11 +150,12 @@ def learning_rate(step: int, steps: int) -> float:
 
 def loss_of(model: Any, batch: ClipBatch) -> Tensor:
     """Scalar: the mean of both contrastive losses, of whole images and of parts."""
-    images, patches = image_embeddings(model, as_pixels(batch.images))  # [B, J], [B, P, J]
+    images, patches = image_embeddings(model, as_pixels(batch.images), batch.shown)  # [B, J], [B, K, J]
     parts = (batch.part_patches[:, None] @ patches[batch.part_images].float())[:, 0]  # [R, J]
     scale = model.logit_scale.exp()
     whole = contrast(images, word_embeddings(model, batch.captions), scale, batch.caption_also_true)
-    part = contrast(parts, word_embeddings(model, batch.part_captions), scale, batch.part_also_true)
+    said, which = batch.part_captions.unique(dim=0, return_inverse=True)
+    part = contrast(parts, word_embeddings(model, said)[which], scale, batch.part_also_true)
     return (whole + part) / 2
 
 

@@ -180,7 +180,8 @@ def show_objects(packs: Sequence[Pack], processor: Any, background: float, rng: 
         if isinstance(picture, Scene):
             flags = torch.tensor([[rng.random() < background for _ in range(side)] for _ in range(side)])
             for thing in picture.objects:
-                x0, y0, x1, y1 = (round(edge / processor.patch_size) for edge in thing.box)
+                x0, y0 = (edge // processor.patch_size for edge in thing.box[:2])
+                x1, y1 = (-(-edge // processor.patch_size) for edge in thing.box[2:])
                 flags[y0:y1, x0:x1] = True
         first = torch.ones(image_tokens(processor) - side**2, dtype=torch.bool)
         rows.append(torch.cat([first, flags.flatten()]))

@@ -32,11 +32,8 @@ from oval_mm.recipes.llava_batches import (
 from oval_mm.recipes.scene_questions import KINDS
 from oval_mm.recipes.scenes import SPLITS, make_scene
 
-TOLD = (
-    *(kind for kind in KINDS if kind != "relation"),
-    SECOND_TURN,
-    CAPTION,
-)  # a caption says all but where things are
+# What a caption tells: all but where things are.
+TOLD = (*(kind for kind in KINDS if kind != "relation"), SECOND_TURN, CAPTION)
 TOWER, PROJECTOR, LANGUAGE = "tower", "projector", "language"  # the parts of the model
 
 

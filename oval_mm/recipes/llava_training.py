@@ -193,7 +193,7 @@ def held_out_of(stage: Stage, size_px: int, count: int) -> dict[str, list[Pack]]
 
 def _shown(found: Accuracies) -> str:
     lines = (
-        f"{source}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+        f"{source}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in sorted(shares.items()))
         for source, shares in found.items()
     )
     return "held out " + "; ".join(lines)

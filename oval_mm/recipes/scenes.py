@@ -1,6 +1,8 @@
-"""Synthetic scenes: a few coloured shapes, some with a digit or letter, at random places on a light background.
+"""Synthetic scenes: a few coloured shapes, some with a digit or letter, at random places of a grid.
 
-What can be asked about a scene lies in one place, so that it matters which parts of the image a model reads.
+A glyph looks the same wherever it is, so a small model whose patches are the grid's cells can learn to read it. What
+can be asked about a scene lies in one place, so that it matters which parts of the image a model reads.
+
 `python -m oval_mm.recipes.scenes --out DIR --count N` writes some to look at.
 """
 
@@ -19,9 +21,9 @@ SPLITS: dict[str, range] = {
     "validation": range(8_000_000, 9_000_000),
     "test": range(9_000_000, 10_000_000),
 }
-UNITS = 128  # a scene is laid out on a grid of 128 x 128, whatever its size in pixels
-SIZES, SIZES_WITH_GLYPH = (26, 36), (34, 40)  # smallest and largest object
-MARGIN, GAP = 3, 4  # free units at the border and between two objects
+CELLS = 16  # a scene is laid out on a grid of 16 x 16 cells, whatever its size in pixels
+SIDES, SIDES_WITH_GLYPH = (3, 4), (4,)  # cells of an object
+GAP = 1  # cells between two objects
 GLYPH_SHARE = 0.6  # of the objects
 SMALLEST_PX = 64
 OVERSAMPLING = 4
@@ -75,7 +77,7 @@ def make_scene(seed: int, size_px: int = 128) -> Scene:
     looks = _choose_looks(rng)
     places = None
     while places is None:
-        places = _choose_places(rng, [SIZES_WITH_GLYPH if glyph else SIZES for *_, glyph in looks])
+        places = _choose_places(rng, [SIDES_WITH_GLYPH if glyph else SIDES for *_, glyph in looks])
     boxes = [_scaled(place, size_px) for place in places]
     objects = [SceneObject(*look, box) for look, box in zip(looks, boxes, strict=True)]
     return Scene(seed, size_px, tuple(objects))
@@ -138,15 +140,15 @@ def _choose_looks(rng: random.Random) -> list[tuple[str, str, str | None]]:
     return [(*kind, glyph if rng.random() < GLYPH_SHARE else None) for kind, glyph in zip(chosen, glyphs, strict=True)]
 
 
-def _choose_places(rng: random.Random, sizes: list[tuple[int, int]]) -> list[Box] | None:
-    """A box in units for every object, or None where the last ones found no room."""
+def _choose_places(rng: random.Random, sides: list[tuple[int, ...]]) -> list[Box] | None:
+    """A box in cells for every object, or None where the last ones found no room."""
     places: list[Box] = []
-    for smallest, largest in sizes:
+    for possible in sides:
         for _ in range(60):
-            size = rng.randint(smallest, largest)
-            x, y = (rng.randint(MARGIN, UNITS - MARGIN - size) for _ in range(2))
-            if not any(_too_near((x, y, x + size, y + size), other) for other in places):
-                places.append((x, y, x + size, y + size))
+            side = rng.choice(possible)
+            x, y = (rng.randint(0, CELLS - side) for _ in range(2))
+            if not any(_too_near((x, y, x + side, y + side), other) for other in places):
+                places.append((x, y, x + side, y + side))
                 break
         else:
             return None
@@ -159,7 +161,7 @@ def _too_near(one: Box, other: Box) -> bool:
 
 
 def _scaled(box: Box, size_px: int) -> Box:
-    x0, y0, x1, y1 = (round(edge * size_px / UNITS) for edge in box)
+    x0, y0, x1, y1 = (round(edge * size_px / CELLS) for edge in box)
     return x0, y0, x1, y1
 
 

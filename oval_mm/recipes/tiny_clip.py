@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from oval_mm.recipes.clip_captions import CAPTION_WORDS
@@ -121,10 +121,31 @@ def as_pixels(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def image_embeddings(model: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Images `[B, J]`, as `model.encode_image` gives them, and in the same space their patches `[B, P, J]`, in rows."""
+class _Chosen(nn.Module):
+    """Keeps the class token and the patches `[B, K]`, where open_clip's own module would drop some at random."""
+
+    def __init__(self, patches: Tensor) -> None:
+        super().__init__()
+        self._tokens = nn.functional.pad(patches + 1, (1, 0))[..., None]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.gather(1, self._tokens.expand(-1, -1, tokens.shape[-1]))
+
+
+def image_embeddings(model: Any, pixels: Tensor, shown: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Images `[B, J]`, as `model.encode_image` gives them, and in the same space their patches `[B, P, J]`, in rows.
+
+    Args:
+        shown: int64 `[B, K]`: the patches that the model gets to see, and that come back; None: all.
+    """
     visual = model.visual
-    features = visual.forward_intermediates(pixels, indices=1, normalize_intermediates=True, output_fmt="NLC")
+    usual = visual.patch_dropout
+    if shown is not None:
+        visual.patch_dropout = _Chosen(shown)
+    try:
+        features = visual.forward_intermediates(pixels, indices=1, normalize_intermediates=True, output_fmt="NLC")
+    finally:
+        visual.patch_dropout = usual
     return features["image_features"], features["image_intermediates"][0] @ visual.proj
 
 

@@ -18,7 +18,7 @@ def test_quick_run_ends_in_one_json_line_and_a_plot(tmp_path: Path, capsys: pyte
     rows = result["rows"]
     assert {row["router"] for row in rows if row["group"] == "quick"} == {"basis", "box", "random"}
     assert {row["share"] for row in rows if row["group"] == "equal"} == {0.12, 0.16, 0.20}
-    assert {row["router"] for row in rows} >= {"basis 4-bit", "quest int8", "box every 4", "box to 90%"}
+    assert {row["router"] for row in rows} >= {"quest int8", "box every 4", "box to 90%"}
     assert {row["text"] for row in rows} == {"novel", "reference"}
     for row in rows:
         assert {"text", "context", "router", "budget_pages", "bytes_ratio", "kl", "top1", "ppl_ratio"} <= row.keys()

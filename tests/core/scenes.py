@@ -12,6 +12,7 @@ from oval_core.attention import oval_attention
 from oval_core.binding import BINDING, Binding
 from oval_core.layer import OvalLayer
 from oval_core.page_view import view_pages
+from oval_core.quantise import unpack_int4, unpack_uint4
 from oval_core.routers import Pages
 from oval_core.stats import Recorder
 
@@ -93,6 +94,13 @@ def filled(config: OvalConfig, tokens: Tokens, padding: list[int] | None = None)
     return attention
 
 
+def _numbers(name: str, stored: Tensor) -> Tensor:
+    """What a field of a basis holds, 4-bit numbers one by one."""
+    if stored.dtype != torch.uint8:
+        return stored
+    return (unpack_uint4 if name == "radius" else unpack_int4)(stored, 2 * stored.shape[-1])
+
+
 def assert_same_pages(left: OvalLayer, right: OvalLayer, left_row: int = 0, right_row: int = 0) -> None:
     """The rows have the same sealed pages: borders, tags and bases (up to rounding)."""
     count = left.tables[left_row].num_pages
@@ -104,6 +112,8 @@ def assert_same_pages(left: OvalLayer, right: OvalLayer, left_row: int = 0, righ
         assert torch.equal(*rows), name
     for name, tensor in left.pages.basis.tensors().items():
         other = right.pages.basis.tensors()[name]
-        one, two = tensor[left_row, :, :count].double(), other[right_row, :, :count].double()
-        step = 1.0 if tensor.dtype == torch.int8 else 1e-5 * float(one.abs().max())
+        one, two = (
+            _numbers(name, part).double() for part in (tensor[left_row, :, :count], other[right_row, :, :count])
+        )
+        step = 1.0 if tensor.dtype in (torch.int8, torch.uint8) else 1e-5 * float(one.abs().max())
         assert (one - two).abs().max() <= step, name

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oval_core.basis import PageBasis, build_basis, leading_directions
 from oval_core.kernels import reference
-from tests.tolerance import INT8_STEP
+from tests.tolerance import INT4_STEP, INT8_STEP, UINT4_STEP
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -27,14 +27,8 @@ class Dequantised(NamedTuple):
 
 
 def dequantise(basis: PageBasis) -> Dequantised:
-    return Dequantised(
-        basis.centroid * basis.centroid_scale[..., None],
-        basis.radius * basis.radius_scale[..., None],
-        basis.directions * basis.directions_scale[..., None],
-        (basis.coefficients * basis.coefficients_scale[..., None]).mT,
-        basis.regression * basis.regression_scale[..., None],
-        basis.value_offset * basis.value_offset_scale[..., None],
-    )
+    b, c, w, v0 = basis.approximation()
+    return Dequantised(*basis.coarse(), b, c.mT, w, v0)
 
 
 def everything(size: int = 16) -> Tensor:
@@ -62,13 +56,15 @@ def test_shapes_and_types() -> None:
     shapes = {name: tuple(tensor.shape[3:]) for name, tensor in basis.tensors().items()}
     assert {tuple(tensor.shape[:3]) for tensor in basis.tensors().values()} == {(2, 3, 5)}
     assert shapes == {
-        "centroid": (12,), "centroid_scale": (), "radius": (12,), "radius_scale": (),
-        "directions": (4, 12), "directions_scale": (4,), "coefficients": (4, 16), "coefficients_scale": (4,),
-        "regression": (4, 8), "regression_scale": (4,), "value_offset": (8,), "value_offset_scale": (),
+        "centroid": (12,), "centroid_scale": (), "radius": (6,), "radius_scale": (),
+        "directions": (4, 6), "directions_scale": (4,), "coefficients": (4, 8), "coefficients_scale": (4,),
+        "regression": (4, 4), "regression_scale": (4,), "value_offset": (8,), "value_offset_scale": (),
         "key_error": (), "value_error": (), "value_norm": (), "tokens": (),
     }  # fmt: skip
-    int8 = {name for name, tensor in basis.tensors().items() if tensor.dtype == torch.int8}
-    assert int8 == {"centroid", "radius", "directions", "coefficients", "regression", "value_offset"}
+    kinds = {name: tensor.dtype for name, tensor in basis.tensors().items()}
+    assert {name for name, dtype in kinds.items() if dtype == torch.int8} == {"centroid", "value_offset"}
+    packed = {"radius", "directions", "coefficients", "regression"}
+    assert {name for name, dtype in kinds.items() if dtype == torch.uint8} == packed
     assert (basis.tokens == 16).all()
 
 
@@ -159,7 +155,7 @@ def test_a_masked_page_is_the_page_of_its_real_tokens() -> None:
     mask = torch.arange(16) % 2 == 1
     whole = build_basis(keys, values, mask, 2)
     half = build_basis(keys[..., mask, :], values[..., mask, :], everything(8), 2)
-    assert not whole.coefficients[..., 8:].any()
+    assert not dequantise(whole).c[..., 8:, :].any()
     for name in ("mu", "radius"):
         torch.testing.assert_close(getattr(dequantise(whole), name), getattr(dequantise(half), name))
     # the iteration starts from other mixtures: the directions agree in how much they capture
@@ -175,12 +171,12 @@ def test_low_precision_pages_are_finite(dtype: torch.dtype, scale: float) -> Non
     assert_equal(basis, build_basis(keys.float(), values.float(), everything(), 4))
 
 
-@pytest.mark.parametrize("name", ["mu", "radius"])
-def test_int8_rounds_to_half_a_step(name: str) -> None:
+@pytest.mark.parametrize(("name", "step"), [("mu", INT8_STEP), ("radius", UINT4_STEP)])
+def test_rounding_is_to_half_a_step(name: str, step: float) -> None:
     keys, values = random_page()
     part = dequantise(build_basis(keys, values, everything(), 4))
     exact = {"mu": keys.mean(-2), "radius": (keys - part.mu[..., None, :]).abs().mean(-2)}[name]
-    bound = INT8_STEP * exact.abs().amax(-1, keepdim=True) * (1 + 1e-4)
+    bound = step * exact.abs().amax(-1, keepdim=True) * (1 + 1e-4)
     assert ((getattr(part, name) - exact).abs() <= bound).all()
 
 
@@ -190,12 +186,12 @@ def test_each_part_is_built_from_the_dequantised_ones_before() -> None:
     part = dequantise(basis)
     deviation = keys - part.mu[..., None, :]
     coefficients = deviation @ part.b.mT
-    assert ((part.c - coefficients).abs() <= INT8_STEP * coefficients.abs().amax(-2, keepdim=True) * 1.0001).all()
+    assert ((part.c - coefficients).abs() <= INT4_STEP * coefficients.abs().amax(-2, keepdim=True) * 1.0001).all()
     centred, spread = part.c - part.c.mean(-2, keepdim=True), values - values.mean(-2, keepdim=True)
     gram = centred.mT @ centred
     ridge = 1e-3 / 4 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     w = torch.linalg.solve(gram + ridge[..., None, None] * torch.eye(4), centred.mT @ spread)
-    torch.testing.assert_close(part.w, w, rtol=0, atol=INT8_STEP * float(w.abs().max()) * 1.01)
+    torch.testing.assert_close(part.w, w, rtol=0, atol=INT4_STEP * float(w.abs().max()) * 1.01)
     v0 = values.mean(-2) - (part.c.mean(-2, keepdim=True) @ part.w).squeeze(-2)
     torch.testing.assert_close(part.v0, v0, rtol=0, atol=INT8_STEP * float(v0.abs().max()) * 1.01)
 
@@ -230,7 +226,7 @@ def test_bases_are_small() -> None:
     basis = build_basis(keys, values, everything(), 4)
     assert basis.resident_bytes <= 0.12 * (keys.nbytes + values.nbytes)
     assert basis.resident_bytes == 2 * 10 * (basis.coarse_bytes + basis.basis_bytes)
-    assert basis.coarse_bytes == 2 * (64 + 4) + 4
+    assert basis.coarse_bytes == 64 + 4 + 32 + 4 + 4
 
 
 def test_pages_move_without_changing() -> None:

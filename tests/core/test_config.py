@@ -25,7 +25,7 @@ REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget_pages": 9, "sink_pages": 4, "window_pages": 5}, ValueError, r"budget_pages must be .* >= 10 .*, got 9"),
     ({"budget_pages": -1}, ValueError, r"budget_pages must be an integer >= 3 .*, got -1"),
     ({"budget_pages": "many"}, TypeError, r"budget_pages must be .*, got 'many' \(str\)"),
-    ({"sink_pages": 60}, ValueError, r"budget_pages must be an integer >= 62 .*, got 48"),
+    ({"sink_pages": 60}, ValueError, r"budget_pages must be an integer >= 62 .*, got 32"),
     ({"budget_ratio": 0.0}, ValueError, r"budget_ratio must be a number in \(0, 1\], got 0\.0"),
     ({"budget_ratio": 1.5}, ValueError, r"budget_ratio must be a number in \(0, 1\], got 1\.5"),
     ({"budget_ratio": math.nan}, ValueError, r"budget_ratio must be a number in \(0, 1\], got nan"),
@@ -61,16 +61,16 @@ def test_what_is_refused_is_named(arguments: dict[str, Any], error: type[Excepti
         OvalConfig(**arguments)
 
 
-def test_the_defaults_are_those_of_the_design() -> None:
+def test_defaults() -> None:
     config = OvalConfig()
     assert (config.page_size, config.sink_pages, config.window_pages) == (16, 1, 1)
-    assert (config.rank, config.shortlist_ratio, config.estimate_tail) == (4, 0.25, "shortlist")
+    assert (config.rank, config.shortlist_ratio, config.estimate_tail) == (8, 0.35, "shortlist")
     assert (config.router, config.budget_pages, config.impl, config.always_paged) == ("auto", None, "auto", False)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.page_size = 32  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("device", "router", "budget"), [("cpu", "box", 96), ("cuda", "basis", 48)])
+@pytest.mark.parametrize(("device", "router", "budget"), [("cpu", "box", 96), ("cuda", "basis", 32)])
 def test_the_device_decides_what_is_left_open(device: str, router: str, budget: int) -> None:
     config = OvalConfig(rank=2).for_device(torch.device(device))
     assert (config.router, config.budget_pages, config.rank) == (router, budget, 2)
@@ -93,17 +93,17 @@ def test_routers_are_named_or_given(router: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sealed_pages", "budget", "shortlist"),
     [
-        ({}, 400, 48, 100),
-        ({}, 100, 48, 47),  # never fewer than the budget reads
+        ({}, 400, 32, 140),
+        ({}, 80, 32, 31),  # never fewer than the budget reads
         ({}, 20, 21, 20),  # never more than there are
         ({}, 0, 1, 0),  # the open tokens alone
-        ({}, 4000, 48, 512),  # shortlist_pages
-        ({"shortlist_pages": None}, 4000, 48, 1000),
-        ({"shortlist_pages": 10}, 400, 48, 47),
-        ({"budget_ratio": 0.25}, 399, 100, 100),
+        ({}, 4000, 32, 512),  # shortlist_pages
+        ({"shortlist_pages": None}, 4000, 32, 1400),
+        ({"shortlist_pages": 10}, 400, 32, 31),
+        ({"budget_ratio": 0.25}, 399, 100, 140),
         ({"budget_ratio": 0.25, "shortlist_ratio": 1}, 399, 100, 399),
-        ({"budget_ratio": 0.01}, 99, 3, 25),  # sinks, window and the open tokens
-        ({"budget_ratio": 0.01, "sink_pages": 3, "window_pages": 4}, 99, 8, 25),
+        ({"budget_ratio": 0.01}, 99, 3, 35),  # sinks, window and the open tokens
+        ({"budget_ratio": 0.01, "sink_pages": 3, "window_pages": 4}, 99, 8, 35),
         ({"budget_ratio": 1}, 99, 100, 99),
     ],
 )

@@ -13,7 +13,7 @@ from oval_core import kernels
 from oval_core.basis import PageBasis, build_basis
 from oval_core.kernels import reference
 from oval_core.kernels.api import Partial
-from tests.tolerance import INT8_STEP, assert_as_accurate_as
+from tests.tolerance import INT4_STEP, INT8_STEP, assert_as_accurate_as
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -124,12 +124,12 @@ def bases(pages: int = 4, size: int = 8, rank: int = 2) -> tuple[Tensor, Tensor,
 
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_bases_are_exact_in_their_subspace(softcap: float | None) -> None:
-    """Up to int8: a coordinate of mu, B and C is off by half a step of its vector's largest entry."""
+    """Up to rounding: a coordinate of mu, B and C is off by half a step of its vector's largest entry."""
     keys, values, basis = bases()
     query = torch.randn(BATCH, HEADS, GROUP, 2, DIM)
     pages = torch.stack([torch.randperm(4)[:3] for _ in range(BATCH * HEADS)]).view(BATCH, HEADS, 3)
     got = reference.evaluate_bases(query, basis, pages, SCALING, softcap)
-    steps = 3 * INT8_STEP * DIM**0.5  # of mu, B and C, in the norm over D
+    steps = (INT8_STEP + 2 * INT4_STEP) * DIM**0.5  # of mu, B and C, in the norm over D
     logit_bound = SCALING * float(query.norm(dim=-1).max()) * float(keys.norm(dim=-1).max()) * steps
     for slot in range(3):
         at = pages[..., slot, None, None, None].expand(-1, -1, 1, *keys.shape[3:])
@@ -152,7 +152,7 @@ def test_a_short_page_counts_its_tokens_only() -> None:
     torch.testing.assert_close(got.lse, counts)
     torch.testing.assert_close(reference.coarse_scores(query, basis, SCALING, None), counts)
     means = torch.stack([values[..., page, :n, :].mean(-2) for page, n in enumerate((8, 3, 1))], 2)
-    bound = 3 * INT8_STEP * float(values.abs().max())
+    bound = (INT8_STEP + 2 * INT4_STEP) * float(values.abs().max())
     assert (got.out[..., 0, :3, :] - means[:, :, None]).abs().max() <= bound
     assert not got.out[..., 3, :].any()
 
@@ -163,12 +163,11 @@ def test_coarse_scores_by_loop(softcap: float | None) -> None:
     basis = build_basis(keys, values, torch.arange(8) < torch.tensor([8, 3, 1, 5])[:, None], 2)
     query = torch.randn(BATCH, HEADS, GROUP, 2, DIM)
     got = reference.coarse_scores(query, basis, SCALING, softcap)
+    mu, radius = basis.coarse()
     assert got.shape == (BATCH, HEADS, GROUP, 2, 4)
     for b, h, g, i, p in torch.cartesian_prod(*map(torch.arange, got.shape)).tolist():
         q = query[b, h, g, i]
-        mu = basis.centroid[b, h, p] * basis.centroid_scale[b, h, p]
-        radius = basis.radius[b, h, p] * basis.radius_scale[b, h, p]
-        logit = SCALING * (q @ mu + q.abs() @ radius)
+        logit = SCALING * (q @ mu[b, h, p] + q.abs() @ radius[b, h, p])
         capped = logit if softcap is None else softcap * (logit / softcap).tanh()
         torch.testing.assert_close(got[b, h, g, i, p], capped + basis.tokens[b, h, p].log())
 

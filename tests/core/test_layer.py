@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -23,6 +25,7 @@ from tests.core.scenes import (
     random_tokens,
     small_config,
 )
+from tests.core.test_page_table import Blocks, blocks_of
 from tests.tolerance import assert_dense
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "little_spare")
@@ -252,6 +255,153 @@ def test_marked_tokens_have_pages_of_their_own() -> None:
         torch.testing.assert_close(pages.basis.value_norm[0, :, page], norms)
 
 
+def places_and_positions(layer: OvalLayer, row: int) -> list[int]:
+    """The position of the token at each place of the storage of a row, from the page table."""
+    table = layer.tables[row]
+    positions = [*range(table.length)]
+    for page, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
+        positions[start : start + length] = table.positions(page)
+    return positions
+
+
+class BlockMachine(RuleBasedStateMachine):
+    """A layer with spans in blocks beside a list of the tokens of every row, which are numbers into `self.tokens`."""
+
+    @initialize(batch=st.integers(1, 2))
+    def begin(self, batch: int) -> None:
+        torch.manual_seed(0)
+        self.layer, self.tokens = empty_layer(), random_tokens(1, 0)
+        self.shown: list[bool] = []
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.append(9, None)
+
+    @rule(count=st.sampled_from((1, 4, 9, 20)), hidden=st.one_of(st.none(), st.none(), st.integers(0, 19)))
+    def append(self, count: int, hidden: int | None) -> None:
+        batch, known = len(self.rows), len(self.shown)
+        new = random_tokens(batch, count)
+        self.layer.update(*new[1:])
+        flat = (x.transpose(0, 1).flatten(1, 2)[None] for x in new)
+        self.tokens = Tokens(*(torch.cat(pair, 2) for pair in zip(self.tokens, flat, strict=True)))
+        visible = torch.arange(count).expand(batch, count) != (-1 if hidden is None else hidden)
+        self.layer.attended(visible)
+        self.shown += visible.flatten().tolist()
+        for row, ids in enumerate(self.rows):
+            ids += range(known + row * count, known + (row + 1) * count)
+
+    @rule(data=st.data(), row=st.integers(0, 3), gap=st.integers(0, 4), count=st.integers(1, 20))
+    def mark(self, data: st.DataObject, row: int, gap: int, count: int) -> None:
+        table = self.layer.tables[row % len(self.rows)]
+        begin = table.sealed_end + gap
+        if not any(span.start < begin + count and begin < span.stop for span in table.spans):
+            blocks: Blocks = data.draw(blocks_of(count, 8))
+            self.layer.mark(row % len(self.rows), begin, begin + count, 7, blocks)
+
+    @rule(row=st.integers(0, 3), token=st.integers(0, 60))
+    def unblock(self, row: int, token: int) -> None:
+        self.layer.unblock(row % len(self.rows), token)
+        spans = self.layer.tables[row % len(self.rows)].spans
+        assert not any(span.blocks for span in spans if span.start <= token < span.stop)
+
+    @rule(data=st.data())
+    def crop_rows(self, data: st.DataObject) -> None:
+        lengths = [data.draw(st.integers(max(0, len(ids) - 30), len(ids))) for ids in self.rows]
+        self.layer.crop_rows(lengths)
+        self.rows = [ids[:length] for ids, length in zip(self.rows, lengths, strict=True)]
+
+    @rule(tail=st.integers(0, 30), dropped=st.sets(st.integers(0, 29), max_size=3))
+    def keep(self, tail: int, dropped: set[int]) -> None:
+        start = [max(len(ids) - tail, 0) for ids in self.rows]
+        kept = [
+            [token for token in range(first, len(ids)) if token - first not in dropped]
+            for ids, first in zip(self.rows, start, strict=True)
+        ]
+        self.layer.keep(kept, start)
+        self.rows = [
+            ids[:first] + [ids[token] for token in k] for ids, first, k in zip(self.rows, start, kept, strict=True)
+        ]
+
+    @rule(rows=st.lists(st.integers(0, 2), min_size=1, max_size=3), copies=st.booleans())
+    def reorder_cache(self, rows: list[int], copies: bool) -> None:
+        rows = [row % len(self.rows) for row in rows]
+        self.layer = copy.deepcopy(self.layer) if copies else self.layer
+        self.layer.reorder_cache(torch.tensor(rows))
+        self.rows = [self.rows[row].copy() for row in rows]
+
+    @invariant()
+    def the_table_tells_where_every_token_is(self) -> None:
+        for row, ids in enumerate(self.rows):
+            positions = places_and_positions(self.layer, row)
+            stored = [ids[position] for position in positions]
+            assert sorted(stored) == sorted(ids)
+            for have, known in zip(self.layer.store.dense(), self.tokens[1:], strict=True):
+                assert torch.equal(have[row, :, : len(ids)], known[0, :, stored])
+            visible = self.layer.store.visible
+            if visible is not None:
+                assert visible[row, : len(ids)].tolist() == [self.shown[token] for token in stored]
+
+    @invariant()
+    def bases_are_those_of_the_tokens_of_their_page(self) -> None:
+        for row, ids in enumerate(self.rows):
+            for page in range(self.layer.tables[row].num_pages):
+                tokens = [ids[position] for position in self.layer.tables[row].positions(page)]
+                shown = [token for token in tokens if self.shown[token]]
+                norms = self.tokens.values[0, :, shown].norm(dim=-1).sum(-1)
+                torch.testing.assert_close(self.layer.pages.basis.value_norm[row, :, page], norms)
+
+    @invariant()
+    def hidden_tokens_are_in_no_block(self) -> None:
+        for row, ids in enumerate(self.rows):
+            for span in self.layer.tables[row].spans:
+                if span.blocks and span.stop <= self.layer.tables[row].sealed_end:
+                    assert all(self.shown[token] for token in ids[span.start : span.stop])
+
+
+BlockMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
+TestBlocks = pytest.mark.usefixtures("poisoned_memory", "little_spare")(BlockMachine.TestCase)
+
+
+@pytest.mark.parametrize("padding", [[0, 0], [0, 6]])
+def test_attention_does_not_notice_blocks(padding: list[int]) -> None:
+    """The span arrives in two passes; a crop cuts it; its end comes back."""
+    tokens, config = random_tokens(2, 90), small_config(budget_pages=99)
+    outputs = []
+    for blocks in (None, [[*range(at, 30, 5)] for at in range(5)]):
+        attention = Attention(config)
+
+        def read(start: int, stop: int, attention: Attention = attention) -> Any:
+            return attention(tokens.part(start, stop), left_padding(padding, stop - start, stop))
+
+        read(0, 25)
+        for row in (0, 1):
+            attention.layer.mark(row, 10, 40, 0, blocks or ())
+        run = [read(25, 45), read(45, 48), attention.decode(tokens.part(48, 60), padding)]
+        has_moved = not torch.equal(attention.layer.store.dense()[0][1, :, 10:40], tokens.keys[1, :, 10:40])
+        assert has_moved == (blocks is not None)
+        attention.layer.crop(-25)
+        assert torch.equal(attention.layer.store.dense()[0], tokens.keys[:, :, :35])
+        run += [read(35, 55), attention.decode(tokens.part(55), padding)]
+        assert attention.recorder.dense_steps.keys() <= {"empty cache", "tokens not paged yet"}
+        outputs.append(torch.cat(run, 1))
+    assert_dense(outputs[1], outputs[0])
+    for row, skip in enumerate(padding):
+        fresh = Attention(config)(tokens.part(skip, row=row))[0]
+        assert_dense(outputs[1][row, -35:], fresh[-35:])
+
+
+def test_a_span_with_a_hidden_token_stays_in_order() -> None:
+    layer, tokens = empty_layer(), random_tokens(2, 20)
+    visible = torch.ones(2, 20, dtype=torch.bool)
+    visible[1, 9] = False
+    layer.update(*tokens[1:])
+    for row in (0, 1):
+        layer.mark(row, 4, 16, 0, [[*range(0, 12, 2)], [*range(1, 12, 2)]])
+    layer.attended(visible)
+    layer.update(*random_tokens(2, 1)[1:])
+    assert [table.lengths for table in layer.tables] == [[4, 6, 6], [4, 8, 4]]
+    assert layer.tables[0].positions(2) == [*range(5, 16, 2)]
+    assert torch.equal(layer.store.dense()[0][1, :, :20], tokens.keys[1])
+
+
 def test_rows_with_the_same_borders_keep_their_own_tags() -> None:
     attention, tokens = Attention(small_config()), random_tokens(3, 41)
     attention(tokens.part(0, 40))
@@ -386,6 +536,7 @@ def test_errors_change_nothing() -> None:
         (lambda: layer.crop_rows([41, 42]), r"a row of 41 tokens cannot be cropped to 42"),
         (lambda: layer.keep([[41], []], [40, 41]), r"positions must ascend strictly within \[40, 41\)"),
         (lambda: layer.mark(0, 39, 41, 0), r"a span must lie after the sealed tokens \(40\), got \[39, 41\)"),
+        (lambda: layer.mark(0, 40, 42, 0, [[0], [2]]), r"each of the offsets 0 to 1 once, got \(\(0,\), \(2,\)\)"),
     ]
     before = [table.copy() for table in layer.tables]
     for call, message in wrong:

@@ -98,6 +98,16 @@ class PageStoreMachine(RuleBasedStateMachine):
         self.store.keep(kept, start)
         self.rows = [row.pick([*range(first), *k]) for row, first, k in zip(self.rows, start, kept, strict=True)]
 
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.rows) - 1))
+        start = data.draw(st.integers(0, len(self.rows[at])))
+        order = data.draw(st.permutations(range(min(len(self.rows[at]) - start, 9))))
+        self.store.reorder(at, start, order)
+        moved = [start + offset for offset in order]
+        tokens = range(len(self.rows[at]))
+        self.rows[at] = self.rows[at].pick([*tokens[:start], *moved, *tokens[start + len(order) :]])
+
     @rule(rows=st.lists(st.integers(0, 3), min_size=1, max_size=4))
     def select_rows(self, rows: list[int]) -> None:
         rows = [row % len(self.rows) for row in rows]
@@ -116,7 +126,7 @@ class PageStoreMachine(RuleBasedStateMachine):
                 assert torch.equal(k[head], row.keys[picks[head], head])
                 assert torch.equal(v[head], row.values[picks[head], head])
 
-    @rule(bad=st.sampled_from(("batch", "dim", "dtype", "count", "crop", "keep")))
+    @rule(bad=st.sampled_from(("batch", "dim", "dtype", "count", "crop", "keep", "reorder")))
     def fail(self, bad: str) -> None:
         """The invariants show that an error changed nothing."""
         batch, longest = len(self.rows), max(self.lengths)
@@ -128,8 +138,9 @@ class PageStoreMachine(RuleBasedStateMachine):
             "count": lambda: self.store.append(keys, values[:, :, :1]),
             "crop": lambda: self.store.crop([0] * (batch - 1) + [longest + 1]),
             "keep": lambda: self.store.keep([[]] * (batch - 1) + [[longest]], [0] * batch),
+            "reorder": lambda: self.store.reorder(0, self.lengths[0] - 1, [1, 0]),
         }
-        with pytest.raises(ValueError, match=r"must|cannot"):
+        with pytest.raises(ValueError, match=r"must|cannot|are not all in row"):
             calls[bad]()
 
     @invariant()
@@ -260,3 +271,11 @@ def test_errors_say_what_was_expected() -> None:
             store.keep(indices, start)
     with pytest.raises(ValueError, match=r"indices and start must name 2 rows, got 1, 2"):
         store.keep([[1]], [0, 0])
+    with pytest.raises(ValueError, match=r"row must be in \[0, 2\), got 2"):
+        store.reorder(2, 0, [1, 0])
+    for first, tokens in ((8, r"\[8, 10\)"), (-1, r"\[-1, 1\)")):
+        with pytest.raises(ValueError, match=rf"tokens {tokens} are not all in row 1, which has 9"):
+            store.reorder(1, first, [1, 0])
+    for order in ([0, 0], [1, 2], [-1, 0]):
+        with pytest.raises(ValueError, match=r"order must be a permutation of 0 to 1, got \["):
+            store.reorder(1, 3, order)

@@ -149,9 +149,9 @@ def test_box_and_mean_by_formula() -> None:
     for name, share_of_radius in (("box", 1.0), ("mean", 0.0)):
         query, pages, router = scene(name, [0])
         basis, score = pages.basis, router.score(query, pages)
-        mu = basis.centroid * basis.centroid_scale[..., None]
-        radius = share_of_radius * basis.radius * basis.radius_scale[..., None]
-        logits = torch.einsum("bhgqd,bhpd->bhgqp", query, mu) + torch.einsum("bhgqd,bhpd->bhgqp", query.abs(), radius)
+        mu, radius = basis.coarse()
+        logits = torch.einsum("bhgqd,bhpd->bhgqp", query, mu)
+        logits += share_of_radius * torch.einsum("bhgqd,bhpd->bhgqp", query.abs(), radius)
         torch.testing.assert_close(score, pages.scaling * logits + basis.tokens.log()[:, :, None, None])
 
 
@@ -200,7 +200,7 @@ def test_quest_needs_its_features() -> None:
 
 def test_metadata_bytes() -> None:
     per_page = {
-        "box": 2 * (DIM + 4) + 4,
+        "box": DIM + 4 + DIM // 2 + 4 + 4,
         "mean": DIM + 4 + 4,
         "quest": 2 * DIM * 4,
         "window": 0,
@@ -211,9 +211,10 @@ def test_metadata_bytes() -> None:
         _, pages, router = scene(name, [0])
         assert router.metadata_bytes(10, 5, pages.basis, pages.features) == 10 * expected
     _, pages, router = scene("basis", [0])
-    basis_bytes = 2 * (DIM + 4) + (8 + 4) * 2 + 2 * (VALUE_DIM + 4) + VALUE_DIM + 4 + 3 * 4
+    vectors = (DIM // 2, 8 // 2, VALUE_DIM // 2)  # of a page of 8 tokens, two entries a byte
+    basis_bytes = sum(2 * (bytes_ + 4) for bytes_ in vectors) + VALUE_DIM + 4 + 3 * 4
     assert pages.basis.basis_bytes == basis_bytes
-    assert router.metadata_bytes(10, 5, pages.basis, pages.features) == 10 * (2 * (DIM + 4) + 4) + 5 * basis_bytes
+    assert router.metadata_bytes(10, 5, pages.basis, pages.features) == 10 * per_page["box"] + 5 * basis_bytes
 
 
 def test_basis_ranks_by_impact() -> None:

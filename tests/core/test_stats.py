@@ -14,7 +14,7 @@ from oval_core.stats import Recorder, TraceEntry
 from tests.core.scenes import DIM, HEADS, VALUE_DIM, Attention, Tokens, filled, random_tokens, small_config
 
 TOKEN_BYTES = HEADS * (DIM + VALUE_DIM) * 4
-COARSE_BYTES = 2 * (DIM + 4) + 4
+COARSE_BYTES = (DIM + 4) + (DIM // 2 + 4) + 4
 
 
 def report_of(tokens: Tokens, padding: list[int] | None = None, **config: Any) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def test_bytes_of_one_step() -> None:
 
 def test_bytes_of_the_bases() -> None:
     """The shortlist is a quarter of 10 pages, but no less than the budget."""
-    basis_bytes = 2 * (DIM + 4) + (8 + 4) * 2 + 2 * (VALUE_DIM + 4) + (VALUE_DIM + 4) + 3 * 4
+    packed = (DIM // 2, 8 // 2, VALUE_DIM // 2)  # of two vectors each, two entries a byte
+    basis_bytes = sum(2 * (bytes_ + 4) for bytes_ in packed) + (VALUE_DIM + 4) + 3 * 4
     for ratio, listed in ((0.25, 3), (0.7, 7)):
         report = report_of(random_tokens(1, 83), shortlist_ratio=ratio)
         metadata = HEADS * (10 * COARSE_BYTES + listed * basis_bytes)

@@ -95,7 +95,8 @@ def test_a_batch_holds_what_its_type_says() -> None:
     assert batch.captions.shape == (16, 50)
     parts = len(batch.part_images)
     assert parts > 10 * 3 + 4 * 2
-    assert batch.part_patches.shape == (parts, TINY.image_tokens)
+    assert batch.shown.shape[0] == 16
+    assert batch.part_patches.shape == (parts, batch.shown.shape[1])
     torch.testing.assert_close(batch.part_patches.sum(1), torch.ones(parts))
     words = make_tokenizer().batch_decode(batch.part_captions, skip_special_tokens=True)
     assert words.count("nothing") == 4

@@ -17,7 +17,7 @@ from torch import Tensor
 from oval_core import OvalConfig
 from oval_core.layer import OvalLayer
 from oval_core.page_table import TEXT, PageTable
-from oval_mm.image_spans import ImageSpan, Part, Picture, block_order, find_spans, marks
+from oval_mm.image_spans import ImageSpan, Part, Picture, blocks_of, find_spans, marks
 from oval_mm.picture_counts import any_resolution_picture, count_for, picture_for
 
 IMAGE, WORD, PAD, MARKER = 9, 1, 0, 5
@@ -290,32 +290,29 @@ sizes = st.integers(1, 13)
 
 @given(rows=sizes, columns=sizes, block=st.integers(1, 6))
 def test_blocks_are_rectangles_that_cover_the_grid_once(rows: int, columns: int, block: int) -> None:
-    order, lengths = block_order(rows, columns, block)
-    assert sorted(order) == list(range(rows * columns))
-    assert sum(lengths) == len(order)
-    assert len(lengths) == -(-rows // block) * -(-columns // block)
-    start = 0
-    for length in lengths:
-        tokens, start = order[start : start + length], start + length
+    blocks = blocks_of(rows, columns, block)
+    assert sorted(token for tokens in blocks for token in tokens) == list(range(rows * columns))
+    assert len(blocks) == -(-rows // block) * -(-columns // block)
+    for tokens in blocks:
         down, across = {token // columns for token in tokens}, {token % columns for token in tokens}
-        assert tokens == sorted(tokens)
-        assert len(down) * len(across) == length
+        assert list(tokens) == sorted(tokens)
+        assert len(down) * len(across) == len(tokens)
         for side, total in ((down, rows), (across, columns)):
             assert min(side) % block == 0
             assert side == set(range(min(side), min(min(side) + block, total)))
 
 
 def test_a_ragged_grid() -> None:
-    assert block_order(3, 3, 2) == ([0, 1, 3, 4, 2, 5, 6, 7, 8], [4, 2, 2, 1])
+    assert blocks_of(3, 3, 2) == ((0, 1, 3, 4), (2, 5), (6, 7), (8,))
     with pytest.raises(ValueError, match="must be >= 1, got 3, 3, 0"):
-        block_order(3, 3, 0)
+        blocks_of(3, 3, 0)
 
 
 def pages(marked: Any, tokens: int, page_size: int = 16, first: int = 0) -> list[tuple[int, int, int]]:
     """Start, length and tag of the pages of a row with these marks."""
     table = PageTable(page_size, first=first)
-    for _, start, stop, tag in marked:
-        table.mark(start, stop, tag)
+    for _, *mark in marked:
+        table.mark(*mark)
     table.extend(tokens)
     table.seal()
     return list(zip(table.starts, table.lengths, table.tags, strict=True))
@@ -323,22 +320,22 @@ def pages(marked: Any, tokens: int, page_size: int = 16, first: int = 0) -> list
 
 def test_marks_give_pictures_pages_of_their_own() -> None:
     spans = find_spans(ids("..t" + "i" * 36 + "tt"), IMAGE, 18)
-    assert list(marks(spans)) == [(0, 3, 21, 0), (0, 21, 39, 1)]
+    assert list(marks(spans)) == [(0, 3, 21, 0, ()), (0, 21, 39, 1, ())]
     expected = [(2, 1, TEXT), (3, 16, 0), (19, 2, 0), (21, 16, 1), (37, 2, 1)]
     assert pages(marks(spans), 41, first=2) == expected
 
 
 def test_marks_of_blocks_end_where_blocks_end() -> None:
     spans = find_spans(ids("t" + "i" * 31, "." * 31 + "t"), IMAGE, [Picture((Part(1), Part(30, 6, 5)))])
-    assert list(marks(spans)) == [(0, 1, 2, 0), (0, 2, 32, 0)]
-    lengths = block_order(6, 5, 4)[1]
-    assert lengths == [16, 4, 8, 2]
+    assert list(marks(spans)) == [(0, 1, 2, 0, ()), (0, 2, 32, 0, ())]
+    assert list(marks(spans, block=4)) == [(0, 1, 2, 0, ()), (0, 2, 32, 0, blocks_of(6, 5, 4))]
+    assert [len(tokens) for tokens in blocks_of(6, 5, 4)] == [16, 4, 8, 2]
     assert pages(marks(spans, block=4), 32) == [(0, 1, TEXT), (1, 1, 0), (2, 16, 0), (18, 4, 0), (22, 8, 0), (30, 2, 0)]
 
 
 def test_rows_are_marked_apart() -> None:
     spans = find_spans(ids("ii t ii", "t t t ii"), IMAGE, 2)
-    assert list(marks(spans)) == [(0, 0, 2, 0), (0, 3, 5, 1), (1, 3, 5, 0)]
+    assert [mark[:4] for mark in marks(spans)] == [(0, 0, 2, 0), (0, 3, 5, 1), (1, 3, 5, 0)]
 
 
 def test_a_layer_takes_the_marks() -> None:

@@ -43,8 +43,8 @@ def test_no_two_boxes_overlap_and_all_are_inside_the_image(seed: int, size_px: i
     boxes = [thing.box for thing in make_scene(seed, size_px).objects]
     covered = np.zeros((size_px, size_px), dtype=int)
     for x0, y0, x1, y1 in boxes:
-        assert 0 < x0 < x1 < size_px
-        assert 0 < y0 < y1 < size_px
+        assert 0 <= x0 < x1 <= size_px
+        assert 0 <= y0 < y1 <= size_px
         covered[y0:y1, x0:x1] += 1
     assert covered.max() == 1
 
