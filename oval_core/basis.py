@@ -60,10 +60,10 @@ class PageBasis:
         """No pages at all. `dims` are the key and value head dimensions; rank 0 keeps nothing of the values."""
         at = (batch, heads, 0)
 
-        def int8(*shape: int) -> Tensor:
+        def whole(*shape: int) -> Tensor:
             return torch.empty(*at, *shape, dtype=torch.int8, device=device)
 
-        def int4(*shape: int) -> Tensor:
+        def packed(*shape: int) -> Tensor:
             return torch.empty(*at, *shape[:-1], packed_size(shape[-1]), dtype=torch.uint8, device=device)
 
         def float32(*shape: int) -> Tensor:
@@ -71,12 +71,12 @@ class PageBasis:
 
         key_dim, value_dim = dims[0], dims[1] if rank else 0
         return PageBasis(
-            centroid=int8(key_dim), centroid_scale=float32(),
-            radius=int4(key_dim), radius_scale=float32(),
-            directions=int4(rank, key_dim), directions_scale=float32(rank),
-            coefficients=int4(rank, page_size), coefficients_scale=float32(rank),
-            regression=int4(rank, value_dim), regression_scale=float32(rank),
-            value_offset=int8(value_dim), value_offset_scale=float32(),
+            centroid=whole(key_dim), centroid_scale=float32(),
+            radius=packed(key_dim), radius_scale=float32(),
+            directions=packed(rank, key_dim), directions_scale=float32(rank),
+            coefficients=packed(rank, page_size), coefficients_scale=float32(rank),
+            regression=packed(rank, value_dim), regression_scale=float32(rank),
+            value_offset=whole(value_dim), value_offset_scale=float32(),
             key_error=float32(), value_error=float32(), value_norm=float32(),
             tokens=torch.empty(at, dtype=torch.int32, device=device),
         )  # fmt: skip

@@ -57,7 +57,7 @@ def describe(look: Look, rng: random.Random) -> Description:
     if glyph != NO_GLYPH:
         sign = glyph_in_words(glyph)
         ways += [
-            ((ANY, ANY, glyph), (sign, f"a shape with the {sign}")),
+            _of_glyph(glyph),
             (look, (f"{name} with the {sign}", f"{with_article(name)} with the {sign}")),
         ]
     said, wordings = rng.choice(ways)
@@ -69,11 +69,14 @@ def describe_part(look: Look, rng: random.Random) -> list[Description]:
     colour, shape, glyph = look
     if glyph in (NO_GLYPH, BACKGROUND[2]):
         return [describe(look, rng)]
+    said, wordings = _of_glyph(glyph)
+    return [describe((colour, shape, NO_GLYPH), rng), Description(rng.choice(wordings), said)]
+
+
+def _of_glyph(glyph: str) -> tuple[Look, tuple[str, str]]:
+    """What is said of a glyph alone, and its wordings."""
     sign = glyph_in_words(glyph)
-    return [
-        describe((colour, shape, NO_GLYPH), rng),
-        Description(rng.choice((sign, f"a shape with the {sign}")), (ANY, ANY, glyph)),
-    ]
+    return (ANY, ANY, glyph), (sign, f"a shape with the {sign}")
 
 
 def is_true(said: Sequence[Look], looks: Sequence[Look]) -> np.ndarray:
