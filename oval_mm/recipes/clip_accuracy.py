@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from oval_mm.recipes.clip_batches import area_of, single_object
-from oval_mm.recipes.clip_captions import GLYPHS, NAMES, Description, is_true, look_of
+from oval_mm.recipes.clip_captions import GLYPHS, NAMES, PLACES, Description, is_true, look_of
 from oval_mm.recipes.scenes import SPLITS, SceneObject, caption, make_scene, paint
 from oval_mm.recipes.tiny_clip import ClipSizes, as_bytes, as_pixels, image_embeddings, make_tokenizer, word_embeddings
 
@@ -24,19 +23,21 @@ class ClipAccuracy:
     """Shares of right answers, 0 to 1.
 
     `retrieval`: which of as many captions as images belongs to a scene, and the reverse. `zero_shot`: which of 56
-    coloured shapes is alone in an image. `part_name`, `part_glyph`: which of 56 coloured shapes and of 23 glyphs an
-    object of a scene is and carries, judged by nothing but the embeddings of its patches.
+    coloured shapes is alone in an image. `name`, `glyph`, `place`: which of 56 coloured shapes an object of a scene is,
+    which of 23 glyphs it carries and at which of 9 places it is, judged by nothing but the embedding of one of its
+    patches; the mean over its patches.
     """
 
     retrieval: float
     zero_shot: float
-    part_name: float
-    part_glyph: float
+    name: float
+    glyph: float
+    place: float
 
     def __str__(self) -> str:
         return (
             f"retrieval {self.retrieval:.1%}, zero-shot {self.zero_shot:.1%}, "
-            f"parts: name {self.part_name:.1%}, glyph {self.part_glyph:.1%}"
+            f"patches: name {self.name:.1%}, glyph {self.glyph:.1%}, place {self.place:.1%}"
         )
 
 
@@ -50,22 +51,30 @@ class HeldOut:
         self.scenes, self.singles = (as_bytes([paint(scene) for scene in some]) for some in (scenes, singles))
         self.captions = [caption(scene) for scene in scenes]
         self.alone = [thing for scene in singles for thing in scene.objects]
-        self.parts = [(index, thing) for index, scene in enumerate(scenes) for thing in scene.objects]
-        self.part_patches = torch.from_numpy(np.stack([area_of(thing.box, sizes) for _, thing in self.parts]))
+        self.parts = [
+            (index, thing, torch.from_numpy(area_of(thing.box, sizes) > 0))
+            for index, scene in enumerate(scenes)
+            for thing in scene.objects
+        ]
         self.tokenizer = make_tokenizer()
 
     @torch.no_grad()
     def measure(self, model: Any) -> ClipAccuracy:
         """The accuracy of a model, on its device."""
         (whole, patches), (alone, _) = (_embedded(model, images) for images in (self.scenes, self.singles))
-        names, glyphs = (self._words(model, [one.words for one in some]) for some in (NAMES, GLYPHS))
-        parts = torch.stack([area @ patches[i] for (i, _), area in zip(self.parts, self.part_patches, strict=True)])
-        things = [thing for _, thing in self.parts]
+        of_names = self._words(model, [one.words for one in NAMES])
+        seen = torch.cat([patches[index, mine] for index, _, mine in self.parts])
+        things = [thing for _, thing, mine in self.parts for _ in range(int(mine.sum()))]
+        name, glyph, place = (
+            _share_right(seen, self._words(model, [one.words for one in some]), _labels(things, some))
+            for some in (NAMES, GLYPHS, PLACES)
+        )
         return ClipAccuracy(
             retrieval=_retrieval(whole, self._words(model, self.captions)),
-            zero_shot=_share_right(alone, names, _labels(self.alone, NAMES)),
-            part_name=_share_right(parts, names, _labels(things, NAMES)),
-            part_glyph=_share_right(parts, glyphs, _labels(things, GLYPHS)),
+            zero_shot=_share_right(alone, of_names, _labels(self.alone, NAMES)),
+            name=name,
+            glyph=glyph,
+            place=place,
         )
 
     def _words(self, model: Any, words: Sequence[str]) -> Tensor:

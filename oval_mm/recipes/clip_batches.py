@@ -31,15 +31,16 @@ from oval_mm.recipes.shapes import Box
 from oval_mm.recipes.tiny_clip import CONTEXT, ClipSizes, as_bytes, make_tokenizer
 
 SINGLE_SHARE, EASY_VQA_SHARE = 4, 8  # one image in so many is of one object of a scene, or from easy-vqa
-SHOWN_SHARE = 0.4  # of the patches: most of a scene is background, and steps are cheaper without most of that
+SHOWN_SHARE = 0.3  # of the patches: most of a scene is background, and steps are cheaper without most of that
 PART_TOKENS = 10  # "a red circle with the digit 7" is 7 words, and there are a begin and an end
-WHOLE: Look = ("scene", "scene", "scene")  # what the caption of a whole scene says: it is true of no other image
+WHOLE: Look = ("scene", "scene", "scene", "scene")  # what the caption of a whole scene says: it is true of no other image
 
 
 class ClipBatch(NamedTuple):
     """B images with a caption each, and R parts of them (an object's patches, or the background) with short ones.
 
-    A part comes twice where two things are said of it. What is `also_true` of something without being its own caption
+    A part comes once for everything that is said of it, whole or as one of its patches: each should know what it is part
+    of. What is `also_true` of something without being its own caption
     is neither right nor wrong.
     """
 
@@ -89,13 +90,14 @@ class ClipBatches(Dataset[ClipBatch]):
         part_images = torch.tensor([index for index, *_ in parts])
         part_captions = [said for *_, said in parts]
         shown = self._shown(drawn, rng)
+        shares = _shares(torch.from_numpy(np.stack([area for _, _, area, _ in parts])), shown[part_images])
         return ClipBatch(
             images=as_bytes([one.image for one in drawn]),
             shown=shown,
             captions=self._tokens(captions, CONTEXT),
             caption_also_true=_also_true(captions, [one.looks for one in drawn]),
             part_images=part_images,
-            part_patches=_shares(torch.from_numpy(np.stack([area for _, _, area, _ in parts])), shown[part_images]),
+            part_patches=torch.stack([rng.choice((all_of_it, _one_patch(all_of_it, rng))) for all_of_it in shares]),
             part_captions=self._tokens(part_captions, PART_TOKENS),
             part_also_true=_also_true(part_captions, [[look] for _, look, *_ in parts]),
         )
@@ -152,6 +154,13 @@ def area_of(box: Box, sizes: ClipSizes) -> np.ndarray:
         for start, stop in ((x0, x1), (y0, y1))
     )
     return np.outer(high, wide).ravel().astype(np.float32)
+
+
+def _one_patch(shares: Tensor, rng: random.Random) -> Tensor:
+    """float32 `[K]`: one patch, drawn by its share of a part."""
+    chosen = torch.zeros_like(shares)
+    chosen[rng.choices(range(len(shares)), shares.tolist())] = 1
+    return chosen
 
 
 def _shares(area: Tensor, shown: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from oval_mm.recipes.clip_accuracy import ClipAccuracy, HeldOut
 from oval_mm.recipes.clip_batches import ClipBatch, ClipBatches
+from oval_mm.recipes.muon import Muon
 from oval_mm.recipes.tiny_clip import (
     SHIPPED,
     ClipSizes,
@@ -32,11 +33,13 @@ from oval_mm.recipes.training_state import (
     interrupts_wait,
     make_accelerator,
     require_same,
+    share_of_rate,
     write_whole,
 )
 
 STEPS, BATCH = 1200, 64
-LEARNING_RATE, WARM_UP, WEIGHT_DECAY, LARGEST_GRADIENT = 1e-3, 0.05, 0.05, 1.0
+LEARNING_RATE, MATRIX_RATE = 1e-3, 3e-3
+WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
 LARGEST_SCALE = math.log(100)
 HELD_OUT_SCENES, REPORT_EVERY = 256, 100
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
@@ -98,12 +101,13 @@ class _Run:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = build_clip(sizes).to(self.accelerator.device)
-        self.optimizer = torch.optim.AdamW(_groups(self.model), betas=(0.9, 0.98))
+        self.optimizers = _optimizers(self.model)
         saved = state.load()
         if saved:
             self.step = saved["step"]
             self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
 
     def through(self, batches: DataLoader[ClipBatch], held_out: HeldOut) -> None:
         """Take all steps that are left."""
@@ -122,30 +126,23 @@ class _Run:
 
     def _advance(self, batch: ClipBatch) -> float:
         """One step; its loss."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.steps)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["highest_lr"] * share_of_rate(self.step, self.steps)
         with self.accelerator.autocast():
             loss = loss_of(self.model, ClipBatch(*(tensor.to(self.accelerator.device) for tensor in batch)))
         self.accelerator.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=LARGEST_SCALE)
         self.step += 1
         return loss.item()
 
     def _save(self) -> None:
-        content = {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        self.state.save(content)
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Up in a line, down in half a wave of a cosine."""
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return LEARNING_RATE * (step + 1) / warm
-    return LEARNING_RATE * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.state.save({"step": self.step, "model": self.model.state_dict(), "optimizers": optimizers})
 
 
 def loss_of(model: Any, batch: ClipBatch) -> Tensor:
@@ -170,10 +167,15 @@ def contrast(seen: Tensor, said: Tensor, scale: Tensor, also_true: Tensor) -> Te
     return (cross_entropy(logits, own) + cross_entropy(logits.T, own)) / 2
 
 
-def _groups(model: Any) -> list[dict[str, Any]]:
-    """Matrices decay, vectors and scalars do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
+    """For the layers' matrices, and for all else: what embeds or projects, and vectors, which do not decay."""
+    parameters = dict(model.named_parameters())
+    layers = [one for name, one in parameters.items() if "resblocks" in name and one.ndim > 1]
+    flat = [one for one in parameters.values() if one.ndim < 2]
+    rest = [one for name, one in parameters.items() if "resblocks" not in name and one.ndim > 1]
+    matrices = {"params": layers, "highest_lr": MATRIX_RATE}
+    others = [
+        {"params": some, "weight_decay": decay, "highest_lr": LEARNING_RATE}
+        for some, decay in ((rest, WEIGHT_DECAY), (flat, 0.0))
     ]
+    return [Muon([matrices], weight_decay=WEIGHT_DECAY), torch.optim.AdamW(others, betas=(0.9, 0.98))]

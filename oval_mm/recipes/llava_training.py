@@ -20,9 +20,9 @@ from oval_mm.recipes.llava_batches import Batch, Pack, packs
 from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, TOWER, Stage, StepBatches
 from oval_mm.recipes.question_packing import packed_outputs
 from oval_mm.recipes.tiny_llava import save_llava
-from oval_mm.recipes.training_state import StateFile, interrupts_wait, make_accelerator, require_same, write_whole
+from oval_mm.recipes.training_state import StateFile, interrupts_wait, make_accelerator, require_same, share_of_rate, write_whole
 
-WARM_UP, WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 0.05, 1.0
+WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
 REPORTS, HELD_OUT_PACKS = 10, 12  # reports a stage, packs a source that they are measured on
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
 
@@ -154,14 +154,6 @@ class _Run:
     def _save(self, optimizer: Any) -> None:
         content = {"stages_done": self.stages_done, "step": self.step, "model": self.model.state_dict()}
         self.state.save(content | ({"optimizer": optimizer.state_dict()} if optimizer else {}))
-
-
-def share_of_rate(step: int, steps: int) -> float:
-    """Of the highest learning rate: up in a line, down in half a wave of a cosine."""
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
 
 
 def parameter_groups(model: Any, stage: Stage) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def conversation(seed: int, images: int = 4, turns: int = 2, size_px: int = 128) -> Conversation:
+def conversation(seed: int, images: int = 4, turns: int = 2, size_px: int = 256) -> Conversation:
     """A conversation about scenes from the split that `seed` belongs to.
 
     A question names something that is in only one of the images. No two turns are answered in the same place; while
@@ -54,7 +54,7 @@ def conversation(seed: int, images: int = 4, turns: int = 2, size_px: int = 128)
     raise ValueError(f"turns must leave every turn a place of its own in {images} images, got {turns}")
 
 
-def conversations(split: str, images: int = 4, turns: int = 2, size_px: int = 128) -> Iterator[Conversation]:
+def conversations(split: str, images: int = 4, turns: int = 2, size_px: int = 256) -> Iterator[Conversation]:
     """The conversations of a split ("train", "validation" or "test"), each made when it is asked for."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")

@@ -13,22 +13,21 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from oval_mm.recipes.scenes import SPLITS, Scene, SceneObject, draw_scene, glyph_in_words, with_article
+from oval_mm.recipes.scenes import COLUMNS, ROWS, SPLITS, Scene, SceneObject, draw_scene, glyph_in_words, with_article
 from oval_mm.recipes.shapes import COLOURS, DIGITS, LETTERS, SHAPES, Box
 
-KINDS = ("glyph", "colour", "shape", "relation", "count", "existence")
+KINDS = ("glyph", "colour", "shape", "place", "relation", "count", "existence")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 DIRECTIONS: dict[str, tuple[int, int]] = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
-STRAIGHT = 0.5  # sideways offset over distance ahead: up to here something lies in a direction
-ASKEW = 2.0  # and up to here a person may think that it does
-CLEARLY_NEARER = 1.4
 
 PLURALS: dict[str, str] = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}
-_GRAMMAR = """? a above an and are below color digit how in is left letter many of right shape shapes the there
-what which with yes no"""
+_GRAMMAR = """? a above an and are at below color digit how in is letter many of shape shapes the there what which with
+yes no"""
 # Every word of every question, answer and caption.
 VOCABULARY: tuple[str, ...] = (
     *_GRAMMAR.split(),
+    *ROWS,
+    *COLUMNS,
     *COLOURS,
     *SHAPES,
     *PLURALS.values(),
@@ -57,7 +56,7 @@ class Example:
     questions: tuple[Question, ...]
 
 
-def examples(split: str, size_px: int = 128) -> Iterator[Example]:
+def examples(split: str, size_px: int = 256) -> Iterator[Example]:
     """The examples of a split ("train", "validation" or "test"), each drawn when it is asked for."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
@@ -89,36 +88,25 @@ def located_questions(scene: Scene, visible: Sequence[SceneObject]) -> Iterator[
             yield Question(f"what color is the {thing.shape}?", thing.colour, "colour", thing.box)
         if seen[thing.colour] == 1:
             yield Question(f"what is the {thing.colour} shape?", thing.shape, "shape", thing.box)
+        if seen[thing.place] == 1:
+            yield Question(f"what is at the {thing.place}?", thing.name, "place", thing.box)
         if seen[thing.name] == 1:
             yield from _relations(scene, thing, thing.shape if seen[thing.shape] == 1 else thing.name)
 
 
 def _word_counts(things: Sequence[SceneObject]) -> Counter[str | None]:
-    """How many things have a colour, a shape, a name or a glyph."""
-    return Counter(word for thing in things for word in (thing.colour, thing.shape, thing.name, thing.glyph))
+    """How many things have a colour, a shape, a name, a place or a glyph."""
+    words = ((thing.colour, thing.shape, thing.name, thing.place, thing.glyph) for thing in things)
+    return Counter(itertools.chain.from_iterable(words))
 
 
 def _relations(scene: Scene, anchor: SceneObject, name: str) -> Iterator[Question]:
-    for direction, step in DIRECTIONS.items():
-        neighbour = _neighbour(scene, anchor, step)
+    """What is in the next regions."""
+    things = {thing.region: thing for thing in scene.objects}
+    for direction, (across, down) in DIRECTIONS.items():
+        neighbour = things.get((anchor.region[0] + across, anchor.region[1] + down))
         if neighbour:
             yield Question(f"what is {direction} the {name}?", neighbour.name, "relation", neighbour.box)
-
-
-def _neighbour(scene: Scene, anchor: SceneObject, step: tuple[int, int]) -> SceneObject | None:
-    """The nearest object in a direction, None where there is none or where another one could be meant."""
-    found: list[tuple[float, float, SceneObject]] = []
-    for other in scene.objects:
-        dx, dy = other.centre[0] - anchor.centre[0], other.centre[1] - anchor.centre[1]
-        ahead, aside = dx * step[0] + dy * step[1], abs(dx * step[1]) + abs(dy * step[0])
-        if ahead > 0 and aside <= ASKEW * ahead:
-            found.append(((dx**2 + dy**2) ** 0.5, aside / ahead, other))
-    found.sort(key=lambda entry: entry[0])
-    if not found or found[0][1] > STRAIGHT:
-        return None
-    if len(found) > 1 and found[1][0] < CLEARLY_NEARER * found[0][0]:
-        return None
-    return found[0][2]
 
 
 def _counts(scene: Scene, rng: random.Random) -> Iterator[Question]:

@@ -1,7 +1,8 @@
-"""Synthetic scenes: a few coloured shapes, some with a digit or letter, at random places of a grid.
+"""Synthetic scenes: a few coloured shapes, some with a digit or letter, in the regions of an image, a little shifted.
 
-A glyph looks the same wherever it is, so a small model whose patches are the grid's cells can learn to read it. What
-can be asked about a scene lies in one place, so that it matters which parts of the image a model reads.
+A glyph fills one cell of a grid and looks the same in every cell, so a small model whose patches are these cells can
+learn to read it. What can be asked about a scene lies in one place, so that it matters which parts of the image a model
+reads.
 
 `python -m oval_mm.recipes.scenes --out DIR --count N` writes some to look at.
 """
@@ -22,8 +23,9 @@ SPLITS: dict[str, range] = {
     "test": range(9_000_000, 10_000_000),
 }
 CELLS = 16  # a scene is laid out on a grid of 16 x 16 cells, whatever its size in pixels
-SIDES, SIDES_WITH_GLYPH = (3, 4), (4,)  # cells of an object
-GAP = 1  # cells between two objects
+REGION = 5  # cells along a side of a region, in which there is one object or none
+ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
+SIDES, SIDES_WITH_GLYPH = (3, 4), (3,)  # cells of an object; a glyph is in the one in the middle
 GLYPH_SHARE = 0.6  # of the objects
 SMALLEST_PX = 64
 OVERSAMPLING = 4
@@ -31,11 +33,16 @@ OVERSAMPLING = 4
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One shape. `glyph` is a digit, a capital letter or None; `box` is (x0, y0, x1, y1), x1 and y1 exclusive."""
+    """One shape.
+
+    `glyph` is a digit, a capital letter or None; `region` its column and row, 0 to 2; `box` is (x0, y0, x1, y1), x1 and
+    y1 exclusive.
+    """
 
     shape: str
     colour: str
     glyph: str | None
+    region: tuple[int, int]
     box: Box
 
     @property
@@ -44,10 +51,10 @@ class SceneObject:
         return f"{self.colour} {self.shape}"
 
     @property
-    def centre(self) -> tuple[float, float]:
-        """The middle of the box, in pixels."""
-        x0, y0, x1, y1 = self.box
-        return (x0 + x1) / 2, (y0 + y1) / 2
+    def place(self) -> str:
+        """The region in words: 'top left'."""
+        column, row = self.region
+        return f"{ROWS[row]} {COLUMNS[column]}"
 
 
 @dataclass(frozen=True)
@@ -59,27 +66,30 @@ class Scene:
     objects: tuple[SceneObject, ...]
 
 
-def draw_scene(seed: int, size_px: int = 128) -> tuple[Image.Image, Scene]:
+def draw_scene(seed: int, size_px: int = 256) -> tuple[Image.Image, Scene]:
     """An RGB image of `size_px` x `size_px` pixels and its description.
 
     Raises:
-        ValueError: the image would be too small for glyphs to be read.
+        ValueError: the image would be too small to tell shapes apart.
     """
     scene = make_scene(seed, size_px)
     return paint(scene), scene
 
 
-def make_scene(seed: int, size_px: int = 128) -> Scene:
+def make_scene(seed: int, size_px: int = 256) -> Scene:
     """The description that `draw_scene` gives, without drawing."""
     if size_px < SMALLEST_PX:
-        raise ValueError(f"size_px must be at least {SMALLEST_PX}, so that glyphs can be read, got {size_px}")
+        raise ValueError(f"size_px must be at least {SMALLEST_PX}, so that shapes can be told apart, got {size_px}")
     rng = random.Random(f"scene {seed}")
     looks = _choose_looks(rng)
-    places = None
-    while places is None:
-        places = _choose_places(rng, [SIDES_WITH_GLYPH if glyph else SIDES for *_, glyph in looks])
-    boxes = [_scaled(place, size_px) for place in places]
-    objects = [SceneObject(*look, box) for look, box in zip(looks, boxes, strict=True)]
+    regions = rng.sample([*itertools.product(range(len(COLUMNS)), range(len(ROWS)))], len(looks))
+    shift = [rng.randint(0, CELLS % REGION) for _ in range(2)]  # of all regions together
+    objects = []
+    for look, region in zip(looks, regions, strict=True):
+        side = rng.choice(SIDES_WITH_GLYPH if look[-1] else SIDES)
+        # Where a region ends, one cell stays free between its object and the next.
+        x, y = (REGION * i + off + rng.randint(0, REGION - 1 - side) for i, off in zip(region, shift, strict=True))
+        objects.append(SceneObject(*look, region, _scaled((x, y, x + side, y + side), size_px)))
     return Scene(seed, size_px, tuple(objects))
 
 
@@ -99,7 +109,7 @@ def _painted(thing: SceneObject, background: Image.Image) -> Image.Image:
     draw = ImageDraw.Draw(canvas)
     paint_shape(draw, thing.shape, thing.colour, (0, 0, width, height))
     if thing.glyph:
-        paint_glyph(draw, thing.glyph, thing.shape, thing.colour, (0, 0, width, height))
+        paint_glyph(draw, thing.glyph, thing.colour, (0, 0, width, height))
     return canvas.reduce(OVERSAMPLING)
 
 
@@ -138,26 +148,6 @@ def _choose_looks(rng: random.Random) -> list[tuple[str, str, str | None]]:
     chosen = rng.sample(list(itertools.product(shapes, colours)), rng.randint(3, 6))
     glyphs = rng.sample(DIGITS + LETTERS, len(chosen))  # no glyph twice
     return [(*kind, glyph if rng.random() < GLYPH_SHARE else None) for kind, glyph in zip(chosen, glyphs, strict=True)]
-
-
-def _choose_places(rng: random.Random, sides: list[tuple[int, ...]]) -> list[Box] | None:
-    """A box in cells for every object, or None where the last ones found no room."""
-    places: list[Box] = []
-    for possible in sides:
-        for _ in range(60):
-            side = rng.choice(possible)
-            x, y = (rng.randint(0, CELLS - side) for _ in range(2))
-            if not any(_too_near((x, y, x + side, y + side), other) for other in places):
-                places.append((x, y, x + side, y + side))
-                break
-        else:
-            return None
-    return places
-
-
-def _too_near(one: Box, other: Box) -> bool:
-    apart = one[2] + GAP <= other[0] or other[2] + GAP <= one[0] or one[3] + GAP <= other[1] or other[3] + GAP <= one[1]
-    return not apart
 
 
 def _scaled(box: Box, size_px: int) -> Box:

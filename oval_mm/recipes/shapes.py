@@ -67,16 +67,7 @@ OUTLINES: dict[str, tuple[Point, ...]] = {
     "heart": _heart(64),
 }
 SHAPES = tuple(OUTLINES)
-# Where a glyph's centre lies below the top of the shape, and how high the glyph is, as shares of the shape's size.
-GLYPH_PLACES: dict[str, Point] = {
-    "circle": (0.5, 0.58),
-    "square": (0.5, 0.62),
-    "triangle": (0.71, 0.4),
-    "star": (0.55, 0.38),
-    "cross": (0.5, 0.45),
-    "diamond": (0.5, 0.46),
-    "heart": (0.48, 0.4),
-}
+GLYPH_HEIGHT = 0.3  # of the shape's height
 
 
 def ink(colour: str) -> RGB:
@@ -91,14 +82,13 @@ def paint_shape(draw: ImageDraw.ImageDraw, shape: str, colour: str, box: Box) ->
     draw.polygon(corners, fill=COLOURS[colour])
 
 
-def paint_glyph(draw: ImageDraw.ImageDraw, glyph: str, shape: str, colour: str, box: Box) -> None:
-    """Write a digit or capital letter on a shape that `paint_shape` painted."""
+def paint_glyph(draw: ImageDraw.ImageDraw, glyph: str, colour: str, box: Box) -> None:
+    """Write a digit or capital letter on the middle of a shape that `paint_shape` painted."""
     x0, y0, x1, y1 = box
-    below_top, height = GLYPH_PLACES[shape]
-    size = round(height * (y1 - y0) / CAP_HEIGHT)
+    size = round(GLYPH_HEIGHT * (y1 - y0) / CAP_HEIGHT)
     font, stroke = _font(size), round(STROKE * size)
     left, top, right, bottom = font.getbbox(glyph, stroke_width=stroke)
-    corner = ((x0 + x1 - left - right) / 2, y0 + below_top * (y1 - y0) - (top + bottom) / 2)
+    corner = ((x0 + x1 - left - right) / 2, (y0 + y1 - top - bottom) / 2)
     draw.text(corner, glyph, font=font, fill=ink(colour), stroke_width=stroke)
 
 

@@ -37,8 +37,8 @@ class ClipSizes:
         ValueError: patches do not fill the image, or heads do not fill the width.
     """
 
-    image_px: int = 128
-    patch_px: int = 8
+    image_px: int = 256
+    patch_px: int = 16
     width: int = 128
     layers: int = 4
     head_dim: int = 64

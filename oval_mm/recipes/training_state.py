@@ -1,7 +1,8 @@
-"""What every training here shares: where and how precisely it computes, and how it survives an interruption."""
+"""What every training here shares: where it computes, how fast it learns when, and how it survives an interruption."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 
 Content = dict[str, Any]
+WARM_UP = 0.05  # share of the steps
 
 
 def make_accelerator() -> Accelerator:
@@ -23,6 +25,14 @@ def make_accelerator() -> Accelerator:
     else:
         quick = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return Accelerator(mixed_precision="bf16" if quick else "no")
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Of the highest learning rate: up in a line, down in half a wave of a cosine."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

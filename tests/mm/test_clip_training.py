@@ -50,7 +50,7 @@ def test_descriptions_are_true_of_what_they_say(one: int, other: int) -> None:
 
 
 def test_every_way_to_describe_occurs() -> None:
-    thing = SceneObject("star", "orange", "K", (0, 0, 9, 9))
+    thing = SceneObject("star", "orange", "K", (0, 0), (0, 0, 9, 9))
     rng = random.Random(0)
     assert {describe(look_of(thing), rng).words for _ in range(300)} == {
         *("orange", "an orange shape", "star", "a star", "orange star", "an orange star", "letter k"),
@@ -62,10 +62,10 @@ def test_easy_vqa_looks_come_from_the_questions() -> None:
     def look(*questions: tuple[str, str]) -> Any:
         return easy_vqa_look(ImageQuestions(0, Path("0.png"), questions))
 
-    assert look(("what is the teal shape?", "circle")) == ("teal", "circle", "none")
+    assert look(("what is the teal shape?", "circle")) == ("teal", "circle", "none", "none")
     assert look(("what color is the shape?", "red"), ("what shape is present?", "rectangle")) == (
         *("red", "rectangle"),
-        "none",
+        *("none", "none"),
     )
     assert look(("what color is the shape?", "red"), ("is there a circle?", "no")) is None
 
@@ -94,7 +94,7 @@ def test_a_batch_holds_what_its_type_says() -> None:
     assert batch.images.shape == (16, 3, TINY.image_px, TINY.image_px)
     assert batch.captions.shape == (16, 50)
     parts = len(batch.part_images)
-    assert parts > 10 * 3 + 4 * 2
+    assert parts > 10 * 3 * 2 + 4 * 3
     assert batch.shown.shape[0] == 16
     assert batch.part_patches.shape == (parts, batch.shown.shape[1])
     torch.testing.assert_close(batch.part_patches.sum(1), torch.ones(parts))

@@ -17,7 +17,10 @@ ANGLES = {"right of": 0, "below": 90, "left of": 180, "above": 270}  # y grows d
 
 
 def matching(words: str, scene: Scene) -> list[SceneObject]:
-    """The objects that a description fits: 'red circles', 'blue shape', 'star', 'shape with the digit 7'."""
+    """The objects that a description fits: 'red circles', 'blue shape', 'star', 'shape with the digit 7', 'top left'."""
+    placed = [thing for thing in scene.objects if thing.place == words]
+    if placed:
+        return placed
     words, _, glyph = words.partition(" with the ")
     tokens = words.split()
     shape = next((shape for shape in SHAPES if tokens[-1] in (shape, f"{shape}s", f"{shape}es")), None)
@@ -29,7 +32,7 @@ def matching(words: str, scene: Scene) -> list[SceneObject]:
 
 def _angle_off(anchor: SceneObject, other: SceneObject, direction: str) -> float:
     """Degrees between a direction and where another object lies."""
-    (x, y), (u, v) = anchor.centre, other.centre
+    (x, y), (u, v) = _centre(anchor), _centre(other)
     off = math.degrees(math.atan2(v - y, u - x)) - ANGLES[direction]
     return abs((off + 180) % 360 - 180)
 
@@ -50,6 +53,8 @@ def answer_to(question: str, scene: Scene) -> tuple[str, SceneObject | None]:
         return the_only(match[1], scene).colour, the_only(match[1], scene)
     if match := re.fullmatch(r"what is the (\w+ shape)\?", question):
         return the_only(match[1], scene).shape, the_only(match[1], scene)
+    if match := re.fullmatch(r"what is at the (\w+ \w+)\?", question):
+        return the_only(match[1], scene).name, the_only(match[1], scene)
     if match := re.fullmatch(r"what is (left of|right of|above|below) the (.+)\?", question):
         thing = _neighbour(the_only(match[2], scene), match[1], scene)
         return f"{thing.colour} {thing.shape}", thing
@@ -62,13 +67,17 @@ def answer_to(question: str, scene: Scene) -> tuple[str, SceneObject | None]:
 
 
 def _neighbour(anchor: SceneObject, direction: str, scene: Scene) -> SceneObject:
-    """The nearest one; asserts that no other one could be meant."""
-    others = [thing for thing in scene.objects if thing is not anchor and _angle_off(anchor, thing, direction) < 63]
-    nearest, *rest = sorted(others, key=lambda thing: math.dist(anchor.centre, thing.centre))
-    assert _angle_off(anchor, nearest, direction) < 27
+    """The nearest one that lies straight in a direction; asserts that no other one could be meant."""
+    others = [thing for thing in scene.objects if thing is not anchor and _angle_off(anchor, thing, direction) < 20]
+    nearest, *rest = sorted(others, key=lambda thing: math.dist(_centre(anchor), _centre(thing)))
     for other in rest:
-        assert math.dist(anchor.centre, other.centre) > 1.39 * math.dist(anchor.centre, nearest.centre)
+        assert math.dist(_centre(anchor), _centre(other)) > 1.39 * math.dist(_centre(anchor), _centre(nearest))
     return nearest
+
+
+def _centre(thing: SceneObject) -> tuple[float, float]:
+    x0, y0, x1, y1 = thing.box
+    return (x0 + x1) / 2, (y0 + y1) / 2
 
 
 @given(SEEDS)
@@ -113,7 +122,7 @@ def test_no_kind_of_question_can_be_guessed() -> None:
         answers[question.kind][question.answer] += 1
     assert set(answers) == set(KINDS)
     assert answers["existence"]["yes"] == answers["existence"]["no"]
-    for kind, most in {"glyph": 0.1, "colour": 0.2, "shape": 0.25, "relation": 0.06, "count": 0.35}.items():
+    for kind, most in {"glyph": 0.1, "colour": 0.2, "shape": 0.25, "place": 0.06, "relation": 0.06, "count": 0.35}.items():
         assert max(answers[kind].values()) < most * answers[kind].total()
     assert len(answers["colour"]) == len(COLOURS)
     assert len(answers["count"]) == len(NUMBERS)

@@ -35,6 +35,7 @@ def test_a_scene_has_three_to_six_objects_that_a_question_can_tell_apart(seed: i
     assert len(set(glyphs)) == len(glyphs)
     assert all(glyph in DIGITS + LETTERS for glyph in glyphs)
     assert all(thing.shape in SHAPES and thing.colour in COLOURS for thing in scene.objects)
+    assert len({thing.place for thing in scene.objects}) == len(scene.objects)
 
 
 @given(SEEDS, st.sampled_from((64, 128, 224)))
@@ -79,12 +80,42 @@ def test_the_pixels_have_the_colour_that_the_description_says(seed: int) -> None
         assert max(matches, key=lambda name: matches[name]) == thing.colour
 
 
-@pytest.mark.parametrize("size", [34, 40])
+@given(SEEDS, st.sampled_from((128, 256)))
+@settings(max_examples=40)
+def test_a_region_is_where_its_name_says(seed: int, size_px: int) -> None:
+    for thing in make_scene(seed, size_px).objects:
+        x0, y0, x1, y1 = thing.box
+        thirds = [min(2, int(3 * (low + high) / 2 / size_px)) for low, high in ((y0, y1), (x0, x1))]
+        assert thing.place == f"{['top', 'middle', 'bottom'][thirds[0]]} {['left', 'center', 'right'][thirds[1]]}"
+
+
+@given(SEEDS)
+@settings(max_examples=40)
+def test_objects_do_not_touch(seed: int) -> None:
+    boxes = [thing.box for thing in make_scene(seed).objects]
+    for (x0, y0, x1, y1), (u0, v0, u1, v1) in itertools.combinations(boxes, 2):
+        assert max(u0 - x1, x0 - u1, v0 - y1, y0 - v1) >= 16, "less than a cell apart"
+
+
+@given(SEEDS)
+@settings(max_examples=40)
+def test_boxes_end_where_cells_do_and_a_glyph_fills_the_cell_in_the_middle(seed: int) -> None:
+    scene = make_scene(seed)
+    for thing in scene.objects:
+        x0, y0, x1, y1 = thing.box
+        assert {edge % 16 for edge in thing.box} == {0}
+        if thing.glyph:
+            assert (x1 - x0, y1 - y0) == (48, 48)
+            plain = dataclasses.replace(scene, objects=(dataclasses.replace(thing, glyph=None),))
+            drawn = np.abs(_pixels(dataclasses.replace(scene, objects=(thing,))) - _pixels(plain)).max(-1) > 40
+            assert drawn[y0 + 16 : y1 - 16, x0 + 16 : x1 - 16].sum() == drawn.sum() > 0
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_glyph_lies_on_its_shape_and_is_large_enough_to_read(shape: str, size: int) -> None:
+def test_every_glyph_lies_on_its_shape_and_is_large_enough_to_read(shape: str) -> None:
     place = make_scene(0).objects[0]
     for glyph, colour in zip(DIGITS + LETTERS, itertools.cycle(COLOURS)):
-        thing = dataclasses.replace(place, shape=shape, colour=colour, glyph=glyph, box=(40, 40, 40 + size, 40 + size))
+        thing = dataclasses.replace(place, shape=shape, colour=colour, glyph=glyph, box=(40, 40, 88, 88))
         plain = _pixels(Scene(0, 128, (dataclasses.replace(thing, glyph=None),)))
         changed = np.abs(_pixels(Scene(0, 128, (thing,))) - plain).max(-1) > 25
         rows = np.flatnonzero(changed.any(1))
@@ -130,7 +161,7 @@ def test_one_seed_gives_one_scene_in_every_process_and_at_every_size() -> None:
         environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[2])}
         output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert output.stdout.strip() == expected, output.stderr
-    large = draw_scene(17, 256)[1]
+    large = draw_scene(17, 512)[1]
     assert [thing.name for thing in large.objects] == [thing.name for thing in scene.objects]
     assert [thing.box for thing in large.objects] == [tuple(2 * edge for edge in thing.box) for thing in scene.objects]
 

@@ -91,7 +91,7 @@ def test_the_shipped_sizes_are_small(tmp_path: Path) -> None:
     assert SHIPPED.image_tokens == 256
     assert sum(parameter.numel() for parameter in model.parameters()) < 1.6e6
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 3.2e6
-    assert json.loads((tmp_path / "open_clip_config.json").read_text())["preprocess_cfg"]["size"] == 128
+    assert json.loads((tmp_path / "open_clip_config.json").read_text())["preprocess_cfg"]["size"] == 256
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def test_without_open_clip_the_error_names_the_package(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"patch_px": 9}, "image_px must be a multiple of patch_px, got image_px=128 and patch_px=9"),
+        ({"patch_px": 9}, "image_px must be a multiple of patch_px, got image_px=256 and patch_px=9"),
         ({"width": 96}, "width must be a multiple of head_dim"),
         ({"text_heads": 0}, "text_width must be a multiple of text_heads"),
     ],

@@ -1,0 +1,69 @@
+"""The Muon optimizer (Jordan et al., 2024) in the precision of its weights.
+
+Small models learn to look things up in several times fewer steps with it than with AdamW. torch has one too, but it
+computes in bfloat16, which takes most CPUs longer than everything else in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOMENTUM = 0.95
+SIZE = 0.2  # root mean square of an update over the learning rate, as AdamW has it
+# Every round x <- (a + b x x' + c (x x')^2) x brings all singular values nearer to 1.
+ROUNDS, A, B, C = 5, 3.4445, -4.7750, 2.0315
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps of equal length in all directions of a matrix: its momentum with all singular values near 1.
+
+    Args:
+        params: tensors of 2 or more dimensions, or groups of them; all but the first dimension are taken as one.
+        lr: about what AdamW takes.
+        weight_decay: share of a weight, times lr, that is taken off in a step.
+
+    Raises:
+        ValueError: a parameter is a vector or scalar.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim < 2:
+                    raise ValueError(f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Change all parameters that have a gradient; `closure` must be None."""
+        if closure is not None:
+            raise ValueError("Muon evaluates no closure, expected None")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._advance(parameter, parameter.grad, group["lr"], group["weight_decay"])
+
+    def _advance(self, parameter: Tensor, gradient: Tensor, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        momentum: Tensor = state.setdefault("momentum", torch.zeros_like(parameter))
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        update = orthogonal(gradient.lerp(momentum, MOMENTUM).flatten(1))
+        size = SIZE * max(update.shape) ** 0.5
+        parameter.mul_(1 - rate * decay).add_(update.view_as(parameter), alpha=-rate * size)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """A matrix with the same singular vectors, its singular values between about 0.7 and 1.2; `[M, N]`.
+
+    Those that are several hundred times smaller than the largest stay smaller.
+    """
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(ROUNDS):
+        square = wide @ wide.T
+        wide = A * wide + (B * square + C * square @ square) @ wide
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
