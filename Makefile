@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## read a novel with and without OVAL, side by side
 	$(RUN) -m demos.long_document
 
-test: $(STAMP) ## run the quick tests
-	$(RUN) -m pytest
+test: $(STAMP) ## run the quick tests, on all cores
+	$(RUN) -m pytest --numprocesses auto --dist loadfile
 
 test-all: $(STAMP) ## run all tests, those on real weights too
 	$(RUN) -m pytest -m ""

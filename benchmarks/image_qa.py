@@ -42,6 +42,7 @@ from oval_mm.recipes.tiny_llava import load_llava
 
 DENSE, FASTV, DOWNSAMPLED = "dense", "fastv", "downsampled"
 READERS = (DENSE, *ROUTERS, FASTV, DOWNSAMPLED)
+DEFAULT = OvalConfig()
 SETTINGS = ("page_size", "rank", "shortlist_ratio")  # of `OvalConfig`, options of the command
 
 
@@ -87,9 +88,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hybrid", nargs="+", type=Path, default=[], help="files of routing heads to measure, too")
     parser.add_argument("--hybrid-base", choices=BASES, default="basis", help="what heads correct (%(default)s)")
     parser.add_argument("--block", type=int, help="side of square image pages in patches (default: runs of patches)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (default: %(default)s)")
-    parser.add_argument("--rank", type=int, default=4, help="of the bases (default: %(default)s)")
-    parser.add_argument("--shortlist-ratio", type=float, default=0.25, help="pages with basis (default: %(default)s)")
+    parser.add_argument("--page-size", type=int, default=DEFAULT.page_size, help="tokens a page (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=DEFAULT.rank, help="of the bases (default: %(default)s)")
+    parser.add_argument(
+        "--shortlist-ratio", type=float, default=DEFAULT.shortlist_ratio, help="pages with basis (default: %(default)s)"
+    )
     parser.add_argument("--name", default="image_qa", help="of the JSON (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args(arguments)

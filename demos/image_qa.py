@@ -24,16 +24,19 @@ IMAGES = Path(__file__).parent / "data" / "images"
 # Scenes of the test split, which no training of this project sees, with questions and right answers.
 SAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "scene_09000001.png": (
-        ("which letter is in the orange star?", "r"),
-        ("what is left of the heart?", "orange cross"),
+        ("which letter is in the purple heart?", "u"),
+        ("what is right of the black cross?", "orange cross"),
     ),
-    "scene_09000013.png": (("which digit is in the red star?", "7"), ("what is right of the red star?", "purple star")),
+    "scene_09000006.png": (
+        ("which digit is in the purple circle?", "1"),
+        ("what is left of the star?", "green circle"),
+    ),
     "scene_09000016.png": (
         ("what color is the shape with the letter p?", "black"),
-        ("what is below the pink cross?", "green cross"),
+        ("what is below the green cross?", "pink cross"),
     ),
 }
-DESCRIBE = "what is there?"  # asked about an image that comes without a question
+USUAL_QUESTION = "how many shapes are there?"  # about an image that comes without one
 SHARE = 0.25
 
 
@@ -57,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demos.image_qa", description=__doc__)
     parser.add_argument("image", nargs="?", type=Path, help="picture file (default: sample scenes)")
-    parser.add_argument("question", nargs="?", help=f"default: {DESCRIBE!r}")
+    parser.add_argument("question", nargs="?", help=f"default: {USUAL_QUESTION!r}")
     add_model_options(parser)
     parser.add_argument("--new-tokens", type=int, default=64, help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("results/image_qa"), help="folder for pictures")
@@ -89,7 +92,7 @@ def make_config(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def _talks(options: argparse.Namespace) -> list[tuple[str, Image, tuple[tuple[str, str], ...]]]:
     """Name, picture, and questions with right answers (or "") of every conversation."""
     if options.image is not None:
-        question = DESCRIBE if options.question is None else options.question
+        question = USUAL_QUESTION if options.question is None else options.question
         return [(options.image.name, load_picture(options.image), ((question, ""),))]
     return [(name, load_picture(IMAGES / name), turns) for name, turns in SAMPLES.items()]
 

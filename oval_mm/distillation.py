@@ -41,8 +41,8 @@ from oval_mm.page_embeddings import (
     PlaceEmbedding,
 )
 from oval_mm.recipes.llava_batches import SOURCES, Pack, packs
-from oval_mm.recipes.llava_training import share_of_rate
 from oval_mm.recipes.tiny_llava import load_llava
+from oval_mm.recipes.training_state import share_of_rate
 
 READ_SHARE = 0.25  # of the image pages, for the recalls
 WEIGHT_DECAY, LARGEST_GRADIENT = 0.01, 1.0

@@ -12,7 +12,8 @@ from hypothesis import settings
 
 settings.register_profile("oval", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("oval")
-torch.set_num_threads(min(4, os.cpu_count() or 1))
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # they share the cores
+torch.set_num_threads(max(1, min(4, os.cpu_count() or 1) // workers))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from oval_mm.recipes.llava_batches import SOURCES, Asked, Batch, Pack, make_batch, make_words_batch, packs
+from oval_mm.recipes.llava_batches import SOURCES, Asked, Batch, Pack, make_batch, packs
 from oval_mm.recipes.question_packing import IGNORED, packed_outputs
 from oval_mm.recipes.scenes import SPLITS
 from oval_mm.recipes.tiny_llava import load_llava
 
 ALL = "all"
-LONGEST_ANSWER = 60  # tokens; a caption has up to 47
+LONGEST_ANSWER = 8  # tokens; the data has up to 2 words and an end
 ROWS = 4  # packs that run together
 
 
@@ -40,7 +40,7 @@ class Answer:
         return self.given == self.asked.answer
 
 
-def packed_answers(model: Any, processor: Any, packs: Sequence[Pack], words: bool = False) -> list[Answer]:
+def packed_answers(model: Any, processor: Any, packs: Sequence[Pack]) -> list[Answer]:
     """Greedy answers to everything in packs of as many images each, in order.
 
     Every token is chosen after the expected ones before it. Of a wrong answer only the first wrong token is therefore
@@ -50,14 +50,20 @@ def packed_answers(model: Any, processor: Any, packs: Sequence[Pack], words: boo
         model: a `LlavaForConditionalGeneration`.
         processor: its `LlavaProcessor`.
         packs: at least one.
-        words: captions stand in place of the images.
     """
+    return answers_in(model, processor, packs, lambda some: make_batch(some, processor))
+
+
+def answers_in(
+    model: Any, processor: Any, packs: Sequence[Pack], make: Callable[[Sequence[Pack]], Batch]
+) -> list[Answer]:
+    """The same where `make` decides what of some packs the model sees."""
     answers: list[Answer] = []
     for start in range(0, len(packs), ROWS):
         some = packs[start : start + ROWS]
         asked = [turn for one in some for talk in one.dialogues for turn in talk]
-        batch = make_words_batch(some, processor) if words else make_batch(some, processor)
-        answers += [Answer(turn, text) for turn, text in zip(asked, _given(model, processor, batch), strict=True)]
+        given = _given(model, processor, make(some))
+        answers += [Answer(turn, text) for turn, text in zip(asked, given, strict=True)]
     return answers
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torch.utils.data import Dataset
 
 from oval_mm.recipes.clip_captions import (
@@ -22,26 +23,31 @@ from oval_mm.recipes.clip_captions import (
     describe,
     describe_part,
     easy_vqa_look,
+    is_of_glyph,
     is_true,
     look_of,
 )
 from oval_mm.recipes.easy_vqa import load_easy_vqa
-from oval_mm.recipes.scenes import SPLITS, Scene, caption, make_scene, paint
+from oval_mm.recipes.scenes import SPLITS, Scene, SceneObject, caption, make_scene, paint
 from oval_mm.recipes.shapes import Box
 from oval_mm.recipes.tiny_clip import CONTEXT, ClipSizes, as_bytes, make_tokenizer
 
 SINGLE_SHARE, EASY_VQA_SHARE = 4, 8  # one image in so many is of one object of a scene, or from easy-vqa
 SHOWN_SHARE = 0.3  # of the patches: most of a scene is background, and steps are cheaper without most of that
 PART_TOKENS = 10  # "a red circle with the digit 7" is 7 words, and there are a begin and an end
-WHOLE: Look = ("scene", "scene", "scene", "scene")  # what the caption of a whole scene says: it is true of no other image
+WHOLE: Look = (
+    "scene",
+    "scene",
+    "scene",
+    "scene",
+)  # what the caption of a whole scene says: it is true of no other image
 
 
 class ClipBatch(NamedTuple):
     """B images with a caption each, and R parts of them (an object's patches, or the background) with short ones.
 
-    A part comes once for everything that is said of it, whole or as one of its patches: each should know what it is part
-    of. What is `also_true` of something without being its own caption
-    is neither right nor wrong.
+    A part comes once for everything that is said of it: where that can be seen, or as one patch, which should know what
+    it is a patch of. What is `also_true` of something without being its own caption is neither right nor wrong.
     """
 
     images: Tensor  # uint8 [B, 3, H, W]
@@ -54,6 +60,14 @@ class ClipBatch(NamedTuple):
     part_also_true: Tensor  # bool [R, R]: of part, caption
 
 
+class _Part(NamedTuple):
+    """What it shows, how many of its pixels lie in each patch `[P]`, and how many of its glyph's."""
+
+    look: Look
+    area: np.ndarray
+    glyph_area: np.ndarray
+
+
 @dataclass(frozen=True)
 class _Drawn:
     """An image, what is said of it, the looks of all that is in it, and its parts: what they show and where."""
@@ -61,7 +75,7 @@ class _Drawn:
     image: Image.Image
     description: Description
     looks: tuple[Look, ...]
-    parts: tuple[tuple[Look, np.ndarray], ...]
+    parts: tuple[_Part, ...]
 
 
 class ClipBatches(Dataset[ClipBatch]):
@@ -82,29 +96,35 @@ class ClipBatches(Dataset[ClipBatch]):
         drawn = list(self._draw(rng))
         captions = [one.description for one in drawn]
         parts = [
-            (index, look, area, said)
+            (index, part, said)
             for index, one in enumerate(drawn)
-            for look, area in one.parts
-            for said in describe_part(look, rng)
+            for part in one.parts
+            for said in describe_part(part.look, rng)
         ]
         part_images = torch.tensor([index for index, *_ in parts])
         part_captions = [said for *_, said in parts]
         shown = self._shown(drawn, rng)
-        shares = _shares(torch.from_numpy(np.stack([area for _, _, area, _ in parts])), shown[part_images])
+        areas = [part.area for _, part, _ in parts]
+        clear = [part.glyph_area if is_of_glyph(said) else part.area for _, part, said in parts]
+        shares, clear_shares = (
+            _shares(torch.from_numpy(np.stack(some)), shown[part_images]) for some in (areas, clear)
+        )
         return ClipBatch(
             images=as_bytes([one.image for one in drawn]),
             shown=shown,
             captions=self._tokens(captions, CONTEXT),
             caption_also_true=_also_true(captions, [one.looks for one in drawn]),
             part_images=part_images,
-            part_patches=torch.stack([rng.choice((all_of_it, _one_patch(all_of_it, rng))) for all_of_it in shares]),
+            part_patches=torch.stack(
+                [rng.choice(ways) for ways in zip(clear_shares, _one_patch_each(shares, rng), strict=True)]
+            ),
             part_captions=self._tokens(part_captions, PART_TOKENS),
-            part_also_true=_also_true(part_captions, [[look] for _, look, *_ in parts]),
+            part_also_true=_also_true(part_captions, [[part.look] for _, part, _ in parts]),
         )
 
     def _shown(self, drawn: Sequence[_Drawn], rng: random.Random) -> Tensor:
         """The patches of objects and, at random, of the background: as many of every image."""
-        areas = [[area for look, area in one.parts if look != BACKGROUND] for one in drawn]
+        areas = [[part.area for part in one.parts if part.look != BACKGROUND] for one in drawn]
         nothing = np.zeros(self.sizes.image_tokens, np.float32)
         taken = np.stack([sum(some, start=nothing) > 0 for some in areas])
         count = max(int(taken.sum(1).max()), round(SHOWN_SHARE * self.sizes.image_tokens))
@@ -116,16 +136,18 @@ class ClipBatches(Dataset[ClipBatch]):
         easy, single = self.batch // EASY_VQA_SHARE, self.batch // SINGLE_SHARE
         for seed in rng.sample(SPLITS["train"], self.batch - easy - single):
             scene = make_scene(seed, size_px)
-            seen = {look_of(thing): area_of(thing.box, self.sizes) for thing in scene.objects}
-            yield _of_scene(scene, Description(caption(scene), WHOLE), seen)
+            yield _of_scene(scene, Description(caption(scene), WHOLE), [self._part(thing) for thing in scene.objects])
         for seed in rng.sample(SPLITS["train"], single):
             scene = single_object(seed, size_px)
             (thing,) = scene.objects
-            area = area_of(thing.box, self.sizes)
-            seen = {look_of(thing): area, BACKGROUND: self.sizes.patch_px**2 - area}
-            yield _of_scene(scene, describe(look_of(thing), rng), seen)
+            part = self._part(thing)
+            around = _Part(BACKGROUND, self.sizes.patch_px**2 - part.area, part.glyph_area)
+            yield _of_scene(scene, describe(part.look, rng), [part, around])
         for path, look in rng.sample(self.easy_vqa, easy):
             yield _Drawn(open_rgb(path, size_px), describe(look, rng), (look,), ())
+
+    def _part(self, thing: SceneObject) -> _Part:
+        return _Part(look_of(thing), area_of(thing.box, self.sizes), area_of(thing.glyph_box, self.sizes))
 
     def _tokens(self, descriptions: Sequence[Description], length: int) -> Tensor:
         words = [description.words for description in descriptions]
@@ -156,11 +178,10 @@ def area_of(box: Box, sizes: ClipSizes) -> np.ndarray:
     return np.outer(high, wide).ravel().astype(np.float32)
 
 
-def _one_patch(shares: Tensor, rng: random.Random) -> Tensor:
-    """float32 `[K]`: one patch, drawn by its share of a part."""
-    chosen = torch.zeros_like(shares)
-    chosen[rng.choices(range(len(shares)), shares.tolist())] = 1
-    return chosen
+def _one_patch_each(shares: Tensor, rng: random.Random) -> Tensor:
+    """float32 `[R, K]`: one patch of every part, drawn by its share of it."""
+    chosen = [rng.choices(range(shares.shape[1]), row)[0] for row in shares.tolist()]
+    return one_hot(torch.tensor(chosen), shares.shape[1]).float()
 
 
 def _shares(area: Tensor, shown: Tensor) -> Tensor:
@@ -169,9 +190,8 @@ def _shares(area: Tensor, shown: Tensor) -> Tensor:
     return seen / seen.sum(1, keepdim=True)
 
 
-def _of_scene(scene: Scene, description: Description, seen: dict[Look, np.ndarray]) -> _Drawn:
-    looks = tuple(look_of(thing) for thing in scene.objects)
-    return _Drawn(paint(scene), description, looks, tuple(seen.items()))
+def _of_scene(scene: Scene, description: Description, parts: Sequence[_Part]) -> _Drawn:
+    return _Drawn(paint(scene), description, tuple(look_of(thing) for thing in scene.objects), tuple(parts))
 
 
 def _also_true(said: Sequence[Description], looks: Sequence[Sequence[Look]]) -> Tensor:

@@ -86,6 +86,12 @@ def _of_glyph(glyph: str) -> tuple[Look, tuple[str, str]]:
     return (ANY, ANY, glyph, ANY), (sign, f"a shape with the {sign}")
 
 
+def is_of_glyph(description: Description) -> bool:
+    """Whether it is about a glyph and nothing else."""
+    colour, shape, glyph, place = description.said
+    return glyph != ANY and colour == shape == place == ANY
+
+
 def is_true(said: Sequence[Look], looks: Sequence[Look]) -> np.ndarray:
     """bool `[L, S]`: whether what is said in S descriptions holds of L objects."""
     claims, facts = np.array(said)[None], np.array(looks)[:, None]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from oval_mm.recipes.clip_accuracy import ClipAccuracy, HeldOut
 from oval_mm.recipes.clip_batches import ClipBatch, ClipBatches
-from oval_mm.recipes.muon import Muon
+from oval_mm.recipes.muon import make_optimizers
 from oval_mm.recipes.tiny_clip import (
     SHIPPED,
     ClipSizes,
@@ -37,9 +37,8 @@ from oval_mm.recipes.training_state import (
     write_whole,
 )
 
-STEPS, BATCH = 1200, 64
-LEARNING_RATE, MATRIX_RATE = 1e-3, 3e-3
-WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
+STEPS, BATCH = 700, 64
+LEARNING_RATE, LARGEST_GRADIENT = 3e-3, 1.0
 LARGEST_SCALE = math.log(100)
 HELD_OUT_SCENES, REPORT_EVERY = 256, 100
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
@@ -101,13 +100,13 @@ class _Run:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = build_clip(sizes).to(self.accelerator.device)
-        self.optimizers = _optimizers(self.model)
+        self.optimizers = make_optimizers([(LEARNING_RATE, dict(self.model.named_parameters()))])
         saved = state.load()
         if saved:
             self.step = saved["step"]
             self.model.load_state_dict(saved["model"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
+            for optimizer, past in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(past)
 
     def through(self, batches: DataLoader[ClipBatch], held_out: HeldOut) -> None:
         """Take all steps that are left."""
@@ -165,17 +164,3 @@ def contrast(seen: Tensor, said: Tensor, scale: Tensor, also_true: Tensor) -> Te
     logits = logits.float().masked_fill(also_true, -math.inf)
     own = torch.arange(len(logits), device=logits.device)
     return (cross_entropy(logits, own) + cross_entropy(logits.T, own)) / 2
-
-
-def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
-    """For the layers' matrices, and for all else: what embeds or projects, and vectors, which do not decay."""
-    parameters = dict(model.named_parameters())
-    layers = [one for name, one in parameters.items() if "resblocks" in name and one.ndim > 1]
-    flat = [one for one in parameters.values() if one.ndim < 2]
-    rest = [one for name, one in parameters.items() if "resblocks" not in name and one.ndim > 1]
-    matrices = {"params": layers, "highest_lr": MATRIX_RATE}
-    others = [
-        {"params": some, "weight_decay": decay, "highest_lr": LEARNING_RATE}
-        for some, decay in ((rest, WEIGHT_DECAY), (flat, 0.0))
-    ]
-    return [Muon([matrices], weight_decay=WEIGHT_DECAY), torch.optim.AdamW(others, betas=(0.9, 0.98))]

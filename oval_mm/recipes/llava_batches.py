@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -15,17 +14,18 @@ from PIL import Image
 from torch import Tensor
 
 from oval_mm.recipes.easy_vqa import ImageQuestions, load_easy_vqa
-from oval_mm.recipes.question_packing import Block, Packed, make_block, make_prefix, pack
+from oval_mm.recipes.question_packing import Packed, make_block, make_prefix, pack
 from oval_mm.recipes.scene_conversations import conversation
 from oval_mm.recipes.scene_questions import located_questions, questions
-from oval_mm.recipes.scenes import SPLITS, Scene, caption, make_scene, paint
+from oval_mm.recipes.scenes import CELLS, COLUMNS, REGION, ROWS, SPLITS, Scene, SceneObject, make_scene, paint
 from oval_mm.recipes.shapes import COLOURS
-from oval_mm.recipes.tiny_llava import DESCRIBE, IMAGE
+from oval_mm.recipes.tiny_llava import IMAGE, NOTHING
 
 SOURCES = ("one", "two", "four", "easy-vqa")  # one, two or four scenes, or an image of easy-vqa
 IMAGES = {"one": 1, "two": 2, "four": 4, "easy-vqa": 1}
-SECOND_TURN, CAPTION = "second turn", "caption"  # kinds beside those of the scenes' questions
+SECOND_TURN = "second turn"  # a kind beside those of the scenes' questions
 MOST_QUESTIONS = 24  # about several scenes
+SYMBOL_WORDS = 5  # of a patch, at most: what its object is, in three words, and where, in two
 HELD_OUT = 10  # one in so many of easy-vqa's training images is for validation
 EASY_VQA_COLOURS = {*COLOURS, "brown", "gray", "teal"}
 
@@ -49,9 +49,10 @@ class Pack:
         """The images, drawn or opened, RGB."""
         return [paint(one) if isinstance(one, Scene) else Image.open(one).convert("RGB") for one in self.pictures]
 
-    def keep(self, kinds: Collection[str]) -> Pack:
-        """The same with only the conversations whose turns are all of these kinds."""
-        return Pack(self.pictures, tuple(talk for talk in self.dialogues if {turn.kind for turn in talk} <= {*kinds}))
+    def some(self, most: int, rng: random.Random, kinds: Collection[str] | None = None) -> Pack:
+        """The same with up to `most` of the conversations, whose turns are all of these kinds (None: of any)."""
+        fitting = [talk for talk in self.dialogues if kinds is None or {turn.kind for turn in talk} <= {*kinds}]
+        return Pack(self.pictures, tuple(rng.sample(fitting, min(most, len(fitting)))))
 
 
 class Batch(NamedTuple):
@@ -59,32 +60,25 @@ class Batch(NamedTuple):
 
     Args:
         packed: the tokens.
-        pixels: float32 `[images, 3, height, width]`, None where words stand for the images.
+        pixels: float32 `[images, 3, height, width]`, None where symbols stand for the images.
+        symbols: int64 `[images, image tokens, words]`, see `symbols_of`; None: images only.
         shown: bool `[images, image tokens]`, see `packed_outputs`; None: all.
     """
 
     packed: Packed
     pixels: Tensor | None = None
+    symbols: Tensor | None = None
     shown: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on another device."""
-        pixels, shown = (None if part is None else part.to(device) for part in (self.pixels, self.shown))
-        return Batch(self.packed.to(device), pixels, shown)
+        others = (None if part is None else part.to(device) for part in (self.pixels, self.symbols, self.shown))
+        return Batch(self.packed.to(device), *others)
 
 
-def as_read(scene: Scene) -> str:
-    """The caption of a scene, its objects in the order in which their upper edges come in the image."""
-    ordered = sorted(scene.objects, key=lambda thing: (thing.box[1], thing.box[0]))
-    return caption(dataclasses.replace(scene, objects=tuple(ordered)))
-
-
-def scene_pack(scene: Scene, with_caption: bool = False) -> Pack:
-    """All questions about one scene; the caption, if wanted, is the last."""
-    asked = [(Asked(one.question, one.answer, one.kind),) for one in questions(scene)]
-    if with_caption:
-        asked.append((Asked(DESCRIBE, as_read(scene), CAPTION),))
-    return Pack((scene,), tuple(asked))
+def scene_pack(scene: Scene) -> Pack:
+    """All questions about one scene."""
+    return Pack((scene,), tuple((Asked(one.question, one.answer, one.kind),) for one in questions(scene)))
 
 
 def conversation_pack(seed: int, images: int, size_px: int, most: int = MOST_QUESTIONS) -> Pack:
@@ -123,8 +117,8 @@ def easy_vqa_images(split: str) -> list[ImageQuestions]:
     return [image for index, image in enumerate(images) if (index % HELD_OUT == 0) == (split == "validation")]
 
 
-def packs(source: str, split: str, size_px: int, with_caption: bool = False) -> Iterator[Pack]:
-    """The packs of a source, each made when it is asked for; captions, if wanted, of single scenes only.
+def packs(source: str, split: str, size_px: int) -> Iterator[Pack]:
+    """The packs of a source, each made when it is asked for.
 
     Raises:
         ValueError: no such source or split.
@@ -135,7 +129,7 @@ def packs(source: str, split: str, size_px: int, with_caption: bool = False) -> 
     if source == "easy-vqa":
         return (easy_vqa_pack(image) for image in easy_vqa_images(split))
     if source == "one":
-        return (scene_pack(make_scene(seed, size_px), with_caption) for seed in SPLITS[split])
+        return (scene_pack(make_scene(seed, size_px)) for seed in SPLITS[split])
     return (conversation_pack(seed, IMAGES[source], size_px) for seed in SPLITS[split])
 
 
@@ -149,27 +143,63 @@ def make_batch(packs: Sequence[Pack], processor: Any, shown: Tensor | None = Non
     """
     images = [image for one in packs for image in one.images()]
     pixels = processor.image_processor(images=images, return_tensors="pt").pixel_values
+    return Batch(_packed(packs, processor, shown), pixels=pixels, shown=shown)
+
+
+def make_symbols_batch(packs: Sequence[Pack], processor: Any, shown: Tensor | None = None) -> Batch:
+    """The same with symbols in place of the images, which must be scenes."""
+    return Batch(_packed(packs, processor, shown), symbols=symbols_of(packs, processor), shown=shown)
+
+
+def _packed(packs: Sequence[Pack], processor: Any, shown: Tensor | None) -> Packed:
     flags = itertools.repeat(None) if shown is None else iter(shown.view(len(packs), -1).tolist())
     prefixes = [
         make_prefix(processor.tokenizer, IMAGE * image_tokens(processor) * len(one.pictures), kept)
         for one, kept in zip(packs, flags, strict=False)
     ]
-    return Batch(pack(prefixes, _blocks(packs, processor), processor.tokenizer.pad_token_id), pixels, shown)
+    blocks = [[make_block(processor.tokenizer, [turn[:2] for turn in talk]) for talk in one.dialogues] for one in packs]
+    return pack(prefixes, blocks, processor.tokenizer.pad_token_id)
 
 
-def make_words_batch(packs: Sequence[Pack], processor: Any) -> Batch:
-    """The same with captions in place of the images, which must be scenes."""
-    shown = [" and ".join(as_read(scene) for scene in one.pictures if isinstance(scene, Scene)) for one in packs]
-    prefixes = [make_prefix(processor.tokenizer, words) for words in shown]
-    return Batch(pack(prefixes, _blocks(packs, processor), processor.tokenizer.pad_token_id))
+def symbols_of(packs: Sequence[Pack], processor: Any) -> Tensor:
+    """int64 `[images, image tokens, 5]`: what words say of every patch; padded with -1.
+
+    An object's patch is its colour, shape and glyph, any other one is NOTHING; both are at a place. The class token, if
+    there is one, is NOTHING without a place.
+
+    Raises:
+        ValueError: an image is no scene.
+    """
+    side = _side(processor)
+    rows = []
+    for picture in (picture for one in packs for picture in one.pictures):
+        if not isinstance(picture, Scene):
+            raise ValueError(f"symbols can only stand for scenes, got {picture}")
+        words = [[NOTHING]] * (image_tokens(processor) - side**2) + list(_patch_words(picture, side))
+        ids = [processor.tokenizer.convert_tokens_to_ids(some) for some in words]
+        rows.append(torch.tensor([some + [-1] * (SYMBOL_WORDS - len(some)) for some in ids]))
+    return torch.stack(rows)
 
 
-def _blocks(packs: Sequence[Pack], processor: Any) -> list[list[Block]]:
-    return [[make_block(processor.tokenizer, [turn[:2] for turn in talk]) for talk in one.dialogues] for one in packs]
+def _patch_words(scene: Scene, side: int) -> Iterator[list[str]]:
+    """The words of every patch, patches in rows."""
+    for y, x in itertools.product(range(side), repeat=2):
+        thing = _thing_at(scene, (x + 0.5) / side * scene.size_px, (y + 0.5) / side * scene.size_px)
+        if thing:
+            glyph = [thing.glyph.lower()] if thing.glyph else []
+            yield [thing.colour, thing.shape, *glyph, *thing.place.split()]
+        else:
+            row, column = (min(int((at + 0.5) / side * CELLS / REGION), len(ROWS) - 1) for at in (y, x))
+            yield [NOTHING, ROWS[row], COLUMNS[column]]
 
 
-def show_objects(packs: Sequence[Pack], processor: Any, background: float, rng: random.Random) -> Tensor:
-    """bool `[images, image tokens]`: patches inside of an object's box, and a random share of all others.
+def _thing_at(scene: Scene, x: float, y: float) -> SceneObject | None:
+    inside = (thing for thing in scene.objects if thing.box[0] <= x < thing.box[2] and thing.box[1] <= y < thing.box[3])
+    return next(inside, None)
+
+
+def show_some(packs: Sequence[Pack], processor: Any, objects: float, background: float, rng: random.Random) -> Tensor:
+    """bool `[images, image tokens]`: a random share of the patches of each object, at least one, and of all others.
 
     Of images that are no scenes everything is shown, and so is the class token if there is one.
     """
@@ -178,14 +208,24 @@ def show_objects(packs: Sequence[Pack], processor: Any, background: float, rng: 
     for picture in (picture for one in packs for picture in one.pictures):
         flags = torch.ones(side, side, dtype=torch.bool)
         if isinstance(picture, Scene):
-            flags = torch.tensor([[rng.random() < background for _ in range(side)] for _ in range(side)])
-            for thing in picture.objects:
-                x0, y0 = (edge // processor.patch_size for edge in thing.box[:2])
-                x1, y1 = (-(-edge // processor.patch_size) for edge in thing.box[2:])
-                flags[y0:y1, x0:x1] = True
+            flags = _chosen(picture, processor.patch_size, side, objects, background, rng)
         first = torch.ones(image_tokens(processor) - side**2, dtype=torch.bool)
         rows.append(torch.cat([first, flags.flatten()]))
     return torch.stack(rows)
+
+
+def _chosen(scene: Scene, patch_px: int, side: int, objects: float, background: float, rng: random.Random) -> Tensor:
+    """bool `[side, side]`: which patches of a scene are shown."""
+    outside = torch.tensor([[rng.random() < background for _ in range(side)] for _ in range(side)])
+    inside = torch.zeros_like(outside)
+    for thing in scene.objects:
+        x0, y0 = (edge // patch_px for edge in thing.box[:2])
+        x1, y1 = (-(-edge // patch_px) for edge in thing.box[2:])
+        outside[y0:y1, x0:x1] = False
+        for y, x in itertools.product(range(y0, y1), range(x0, x1)):
+            inside[y, x] |= rng.random() < objects
+        inside[rng.randrange(y0, y1), rng.randrange(x0, x1)] = True
+    return inside | outside
 
 
 def image_tokens(processor: Any) -> int:

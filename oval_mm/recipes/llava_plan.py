@@ -1,40 +1,38 @@
 """What the tiny LLaVA learns when: stages with their steps, and which packs a step shows.
 
-words   Captions stand in place of the images: the language model learns to read and to look things up. It has no other
-        education, and a caption is several times shorter than its image.
-align   The projector learns to make of image features what the language model can read; nothing else changes.
-tune    Projector and language model, and slowly the tower, learn from images; first mostly from single ones.
+symbols   Sums of word embeddings stand in place of patches: the language model learns to look things up. It has no
+          other education, and needs few of the patches for it.
+align     The projector learns to make of the features of a patch what its symbol would be; nothing else changes.
+tune      Projector and language model learn from images; the tower stays as its CLIP was.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Dataset
 
 from oval_mm.recipes.llava_batches import (
-    CAPTION,
     IMAGES,
-    SECOND_TURN,
     Batch,
     Pack,
     conversation_pack,
     easy_vqa_images,
     easy_vqa_pack,
     make_batch,
-    make_words_batch,
+    make_symbols_batch,
     scene_pack,
-    show_objects,
+    show_some,
+    symbols_of,
 )
-from oval_mm.recipes.scene_questions import KINDS
 from oval_mm.recipes.scenes import SPLITS, make_scene
 
-# What a caption tells: all but where things are.
-TOLD = (*(kind for kind in KINDS if kind != "relation"), SECOND_TURN, CAPTION)
-TOWER, PROJECTOR, LANGUAGE = "tower", "projector", "language"  # the parts of the model
+PROJECTOR, LANGUAGE = "projector", "language"  # the parts of the model that are trained
+Seen = Literal["symbols", "both", "images"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,19 @@ class Phase:
     """From `start` (a share of the stage's steps) on, a step shows `rows` packs of every source.
 
     Args:
-        background: share of the patches outside of objects that are shown. Few make a step cheap: most of an image's
-            patches show nothing.
+        objects: share of the patches of every object that are shown, at least one.
+        background: share of all other patches that are shown. Few make a step cheap: most of an image shows nothing.
+        asked: conversations about a pack, at most.
+        kinds: what they ask; None: everything.
         balanced: of the easy-vqa questions, as many are answered yes as no.
     """
 
     start: float
     rows: dict[str, int]
+    objects: float = 1.0
     background: float = 1.0
+    asked: int = 24
+    kinds: tuple[str, ...] | None = None
     balanced: bool = False
 
 
@@ -58,25 +61,20 @@ class Stage:
     """A part of the training with its own learning rates.
 
     Args:
-        rates: the highest learning rate of every part that is trained.
-        kinds: what is asked, None: everything.
-        words: captions stand in place of the images.
+        rates: the highest learning rate of every part that is trained; see `muon.make_optimizers`.
+        seen: "symbols": these stand in place of the images; "both": answers do not matter, but how near the features
+            of a patch come to its symbol; "images": answers about these.
     """
 
     name: str
     steps: int
     rates: dict[str, float]
     phases: tuple[Phase, ...]
-    kinds: tuple[str, ...] | None = None
-    words: bool = False
+    seen: Seen = "images"
 
     def phase(self, step: int) -> Phase:
         """The phase that a step belongs to."""
         return [phase for phase in self.phases if phase.start * self.steps <= step][-1]
-
-    def fitted(self, pack: Pack) -> Pack:
-        """The pack without what is not asked in this stage."""
-        return pack if self.kinds is None else pack.keep(self.kinds)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -84,32 +82,35 @@ class Stage:
         return tuple(dict.fromkeys(source for phase in self.phases for source in phase.rows))
 
 
-def make_plan(steps_scale: float = 1.0, tower_rate: float = 1e-4, easy_vqa: bool = True) -> tuple[Stage, ...]:
+def make_plan(steps_scale: float = 1.0, easy_vqa: bool = True) -> tuple[Stage, ...]:
     """The stages of the recipe.
 
     Args:
         steps_scale: of the steps that the recipe has; every stage has at least one.
-        tower_rate: highest learning rate of the vision tower while it is tuned; 0: it stays as its CLIP was.
         easy_vqa: whether there is easy-vqa to learn from.
 
     Raises:
-        ValueError: `steps_scale` is not positive, or `tower_rate` negative.
+        ValueError: `steps_scale` is not positive.
     """
-    if steps_scale <= 0 or tower_rate < 0:
-        raise ValueError(f"steps_scale must be > 0 and tower_rate >= 0, got {steps_scale} and {tower_rate}")
+    if steps_scale <= 0:
+        raise ValueError(f"steps_scale must be > 0, got {steps_scale}")
     easy = {"easy-vqa": 1} if easy_vqa else {}
-    tuned = {PROJECTOR: 1e-3, LANGUAGE: 1e-3} | ({TOWER: tower_rate} if tower_rate else {})
+    symbols = (
+        Phase(0, {"one": 4}, objects=0, background=0.02, asked=14, kinds=("glyph", "colour", "shape", "place")),
+        Phase(0.3, {"one": 4}, objects=0, background=0.02, asked=14),
+        Phase(0.6, {"one": 2, "four": 1}, objects=0.3, background=0.05, asked=14),
+        Phase(0.9, {"one": 2, "four": 1}, background=0.3),
+    )
     plan = (
-        Stage("words", 400, {LANGUAGE: 2e-3}, (Phase(0, {"one": 4, "four": 4}),), kinds=TOLD, words=True),
-        Stage("align", 200, {PROJECTOR: 2e-3}, (Phase(0, {"one": 16}),), kinds=(CAPTION,)),
+        Stage("symbols", 4000, {LANGUAGE: 5e-3}, symbols, "symbols"),
+        Stage("align", 200, {PROJECTOR: 5e-3}, (Phase(0, {"one": 16}, background=0.2),), "both"),
         Stage(
             "tune",
-            1600,
-            tuned,
+            2000,
+            {PROJECTOR: 2e-3, LANGUAGE: 3e-3},
             (
-                Phase(0, {"one": 6, "two": 1, **easy}),
-                Phase(0.3, {"one": 3, "four": 2, **easy}),
-                Phase(0.5, {"one": 3, "four": 2, **easy}, balanced=True),
+                Phase(0, {"one": 4, "four": 1, **easy}, background=0.3),
+                Phase(0.6, {"one": 4, "four": 1, **easy}, balanced=True),
             ),
         ),
     )
@@ -127,19 +128,23 @@ class StepBatches(Dataset[list[Batch]]):
     def __getitem__(self, step: int) -> list[Batch]:
         rng = random.Random(f"llava {self.seed} {self.stage.name} {step}")
         phase = self.stage.phase(step)
-        drawn = [[self._draw(source, phase.balanced, rng) for _ in range(rows)] for source, rows in phase.rows.items()]
-        return [self._batch(packs, phase.background, rng) for packs in drawn]
+        drawn = [[self._draw(source, phase, rng) for _ in range(rows)] for source, rows in phase.rows.items()]
+        return [batch_of(self.stage.seen, packs, self.processor, phase, rng) for packs in drawn]
 
-    def _batch(self, packs: list[Pack], background: float, rng: random.Random) -> Batch:
-        if self.stage.words:
-            return make_words_batch(packs, self.processor)
-        shown = show_objects(packs, self.processor, background, rng) if background < 1 else None
-        return make_batch(packs, self.processor, shown)
-
-    def _draw(self, source: str, balanced: bool, rng: random.Random) -> Pack:
+    def _draw(self, source: str, phase: Phase, rng: random.Random) -> Pack:
         if source == "easy-vqa":
-            return easy_vqa_pack(rng.choice(self.easy_vqa), rng if balanced else None)
+            return easy_vqa_pack(rng.choice(self.easy_vqa), rng if phase.balanced else None)
         seed = rng.choice(SPLITS["train"])
         if source == "one":
-            return self.stage.fitted(scene_pack(make_scene(seed, self.size_px), with_caption=True))
-        return self.stage.fitted(conversation_pack(seed, IMAGES[source], self.size_px))
+            return scene_pack(make_scene(seed, self.size_px)).some(phase.asked, rng, phase.kinds)
+        return conversation_pack(seed, IMAGES[source], self.size_px).some(phase.asked, rng, phase.kinds)
+
+
+def batch_of(seen: Seen, packs: Sequence[Pack], processor: Any, phase: Phase, rng: random.Random) -> Batch:
+    """What is seen of packs in a phase."""
+    whole = phase.objects == phase.background == 1
+    shown = None if whole else show_some(packs, processor, phase.objects, phase.background, rng)
+    if seen == "symbols":
+        return make_symbols_batch(packs, processor, shown)
+    batch = make_batch(packs, processor, shown)
+    return batch if seen == "images" else batch._replace(symbols=symbols_of(packs, processor))

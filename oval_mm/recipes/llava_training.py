@@ -6,27 +6,37 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from oval_mm.recipes.answering import accuracy, packed_answers
+from oval_mm.recipes.answering import accuracy, answers_in
 from oval_mm.recipes.llava_batches import Batch, Pack, packs
-from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, TOWER, Stage, StepBatches
-from oval_mm.recipes.question_packing import packed_outputs
+from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, Seen, Stage, StepBatches, batch_of
+from oval_mm.recipes.muon import make_optimizers
+from oval_mm.recipes.question_packing import packed_outputs, symbol_features
 from oval_mm.recipes.tiny_llava import save_llava
-from oval_mm.recipes.training_state import StateFile, interrupts_wait, make_accelerator, require_same, share_of_rate, write_whole
+from oval_mm.recipes.training_state import (
+    StateFile,
+    interrupts_wait,
+    make_accelerator,
+    require_same,
+    share_of_rate,
+    write_whole,
+)
 
-WEIGHT_DECAY, LARGEST_GRADIENT = 0.05, 1.0
+LARGEST_GRADIENT = 1.0
 REPORTS, HELD_OUT_PACKS = 10, 12  # reports a stage, packs a source that they are measured on
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
 
 Accuracies = dict[str, dict[str, float]]  # by source and kind of question
+Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def train_llava(
@@ -99,88 +109,110 @@ class _Run:
 
     def through(self, stage: Stage, batches: StepBatches, held_out_packs: int) -> Accuracies:
         """Take all steps of a stage that are left; the accuracy after the last."""
-        optimizer = torch.optim.AdamW(parameter_groups(self.model, stage), betas=(0.9, 0.98))
+        optimizers = make_optimizers(trained_parts(self.model, stage))
         if self.saved and self.step:
-            optimizer.load_state_dict(self.saved["optimizer"])
+            for optimizer, state in zip(optimizers, self.saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
         self.saved = None
         held_out = held_out_of(stage, batches.size_px, held_out_packs)
-        self._take_steps(stage, optimizer, batches, held_out)
+        self._take_steps(stage, optimizers, batches, held_out)
         self.stages_done, self.step = self.stages_done + 1, 0
-        self._save(None)
+        self._save([])
         found = self._measure(stage, held_out)
         print(f"{stage.name} done: {_shown(found)}")
         return found
 
-    def _take_steps(self, stage: Stage, optimizer: Any, batches: StepBatches, held_out: dict[str, list[Pack]]) -> None:
+    def _take_steps(
+        self, stage: Stage, optimizers: Optimizers, batches: StepBatches, held_out: dict[str, list[Pack]]
+    ) -> None:
         loader = DataLoader(batches, batch_size=None, sampler=range(self.step, stage.steps))
         bar = tqdm(total=stage.steps, initial=self.step, desc=stage.name, unit="step")
         with bar, interrupts_wait() as interrupted:
             for batch in loader:
-                loss = self._advance(stage, optimizer, batch)
+                loss = self._advance(stage, optimizers, batch)
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                 bar.update()
                 if self.step % math.ceil(stage.steps / REPORTS) == 0 and self.step < stage.steps:
                     found = _shown(self._measure(stage, held_out))
                     bar.write(f"{stage.name} step {self.step}: loss {loss:.3f}; {found}")
                 if interrupted() or self.state.is_due():
-                    self._save(optimizer)
+                    self._save(optimizers)
                 if interrupted():
                     raise KeyboardInterrupt
 
-    def _advance(self, stage: Stage, optimizer: Any, batches: Sequence[Batch]) -> float:
-        """One step; its loss: the mean over the tokens of all answers."""
-        for group in optimizer.param_groups:
+    def _advance(self, stage: Stage, optimizers: Optimizers, batches: Sequence[Batch]) -> float:
+        """One step; its loss: the mean over the tokens of all answers, or over all images."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in groups:
             group["lr"] = group["highest_lr"] * share_of_rate(self.step, stage.steps)
         total, loss = sum(batch.packed.answer_tokens for batch in batches), 0.0
-        for batch in batches:
+        for batch in (one.to(self.accelerator.device) for one in batches):
             with self.accelerator.autocast():
-                part = packed_outputs(self.model, *batch.to(self.accelerator.device), num_items_in_batch=total).loss
+                if stage.seen == "both":
+                    part = distance(self.model, batch) / len(batches)
+                else:
+                    part = packed_outputs(self.model, *batch, num_items_in_batch=total).loss
             self.accelerator.backward(part)
             loss += part.item()
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(trained, LARGEST_GRADIENT)
-        optimizer.step()
-        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_([one for group in groups for one in group["params"]], LARGEST_GRADIENT)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         return loss
 
     def _measure(self, stage: Stage, held_out: dict[str, list[Pack]]) -> Accuracies:
+        phase = stage.phases[-1]
+        seen: Seen = "symbols" if stage.seen == "symbols" else "images"
+        whole = dataclasses.replace(phase, objects=1.0, background=1.0 if seen == "images" else phase.background)
+        rng = random.Random(0)
+
+        def make(some: Sequence[Pack]) -> Batch:
+            return batch_of(seen, some, self.processor, whole, rng)
+
         with self.accelerator.autocast():
             return {
-                source: accuracy(packed_answers(self.model, self.processor, some, stage.words))
+                source: accuracy(answers_in(self.model, self.processor, some, make))
                 for source, some in held_out.items()
             }
 
-    def _save(self, optimizer: Any) -> None:
+    def _save(self, optimizers: Optimizers) -> None:
         content = {"stages_done": self.stages_done, "step": self.step, "model": self.model.state_dict()}
-        self.state.save(content | ({"optimizer": optimizer.state_dict()} if optimizer else {}))
+        self.state.save(content | {"optimizers": [optimizer.state_dict() for optimizer in optimizers]})
 
 
-def parameter_groups(model: Any, stage: Stage) -> list[dict[str, Any]]:
-    """What the stage trains, each part with its rate; matrices decay, vectors do not. All other weights are frozen."""
+def distance(model: Any, batch: Batch) -> Tensor:
+    """Scalar: the mean squared difference between features and symbols of what is shown, over that of symbols to 0."""
+    assert batch.pixels is not None
+    assert batch.symbols is not None
+    seen = torch.stack([*model.get_image_features(batch.pixels).pooler_output])
+    said = symbol_features(model, batch.symbols)
+    if batch.shown is not None:
+        seen, said = seen[batch.shown], said[batch.shown]
+    return (seen - said).square().mean() / said.square().mean()
+
+
+def trained_parts(model: Any, stage: Stage) -> list[tuple[float, dict[str, nn.Parameter]]]:
+    """The learning rates and parameters, by name, of what the stage trains. All other weights are frozen."""
     model.requires_grad_(False)
-    groups: list[dict[str, Any]] = []
+    parts = []
     for part, rate in stage.rates.items():
-        parameters = [one for module in _modules(model, part) for one in module.parameters()]
-        for flat, decay in ((False, WEIGHT_DECAY), (True, 0.0)):
-            chosen = [one.requires_grad_() for one in parameters if (one.ndim < 2) == flat]
-            groups.append({"params": chosen, "weight_decay": decay, "highest_lr": rate})
-    return groups
+        parameters = dict(_module(model, part).named_parameters())
+        for parameter in parameters.values():
+            parameter.requires_grad_()
+        parts.append((rate, parameters))
+    return parts
 
 
-def _modules(model: Any, part: str) -> list[nn.Module]:
+def _module(model: Any, part: str) -> nn.Module:
     inner = model.model
-    parts = {TOWER: [inner.vision_tower], PROJECTOR: [inner.multi_modal_projector]}
-    parts[LANGUAGE] = [inner.language_model, model.lm_head]
-    return parts[part]
+    # The head's weights are those of the embedding.
+    return {PROJECTOR: inner.multi_modal_projector, LANGUAGE: inner.language_model}[part]
 
 
 def held_out_of(stage: Stage, size_px: int, count: int) -> dict[str, list[Pack]]:
     """Packs of the validation split to measure a stage on, by source."""
-    return {
-        source: [stage.fitted(one) for one in itertools.islice(packs(source, "validation", size_px, True), count)]
-        for source in stage.sources
-    }
+    return {source: [*itertools.islice(packs(source, "validation", size_px), count)] for source in stage.sources}
 
 
 def _shown(found: Accuracies) -> str:

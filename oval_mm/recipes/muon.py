@@ -14,6 +14,7 @@ from torch import Tensor
 
 MOMENTUM = 0.95
 SIZE = 0.2  # root mean square of an update over the learning rate, as AdamW has it
+WEIGHT_DECAY, SMALLER = 0.05, 0.3
 # Every round x <- (a + b x x' + c (x x')^2) x brings all singular values nearer to 1.
 ROUNDS, A, B, C = 5, 3.4445, -4.7750, 2.0315
 
@@ -54,6 +55,26 @@ class Muon(torch.optim.Optimizer):
         update = orthogonal(gradient.lerp(momentum, MOMENTUM).flatten(1))
         size = SIZE * max(update.shape) ** 0.5
         parameter.mul_(1 - rate * decay).add_(update.view_as(parameter), alpha=-rate * size)
+
+
+def make_optimizers(parts: Iterable[tuple[float, dict[str, torch.nn.Parameter]]]) -> list[torch.optim.Optimizer]:
+    """Optimizers for parts of a model, each with its highest learning rate, and its parameters by name.
+
+    Muon has the matrices of layers, with `WEIGHT_DECAY`. AdamW has all else, at `SMALLER` times the rate: embeddings
+    and convolutions, and vectors, which do not decay. Every group has its rate as "highest_lr", too.
+    """
+    matrices, others = list[dict[str, Any]](), list[dict[str, Any]]()
+    for rate, parameters in parts:
+        inner = [name for name, one in parameters.items() if one.ndim == 2 and "embed" not in name]
+        matrices.append(_group([parameters[name] for name in inner], rate, WEIGHT_DECAY))
+        rest = [one for name, one in parameters.items() if name not in inner]
+        others.append(_group([one for one in rest if one.ndim > 1], SMALLER * rate, WEIGHT_DECAY))
+        others.append(_group([one for one in rest if one.ndim < 2], SMALLER * rate, 0.0))
+    return [Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.98))]
+
+
+def _group(parameters: list[torch.nn.Parameter], rate: float, decay: float) -> dict[str, Any]:
+    return {"params": parameters, "lr": rate, "highest_lr": rate, "weight_decay": decay}
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from oval_mm.recipes.tiny_llava import ASSISTANT, END, IMAGE, USER
 
@@ -80,7 +81,7 @@ def make_prefix(tokenizer: PreTrainedTokenizerFast, words: str, shown: Sequence[
     """
     ids: list[int] = tokenizer(f"{USER} {words}").input_ids
     keep = iter([True] * len(ids) if shown is None else shown)
-    image = tokenizer.get_vocab()[IMAGE]
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
     left = [(token, position) for position, token in enumerate(ids) if token != image or next(keep)]
     tokens, positions = zip(*left, strict=True)
     return Prefix(tokens, positions, len(ids))
@@ -90,7 +91,8 @@ def make_block(tokenizer: PreTrainedTokenizerFast, turns: Sequence[tuple[str, st
     """Questions and answers of one conversation, in turn. Raises ValueError where there are none."""
     if not turns:
         raise ValueError("turns must be at least one (question, answer), got none")
-    user, assistant, end = (tokenizer.get_vocab()[name] for name in (USER, ASSISTANT, END))
+    ids: Any = tokenizer.convert_tokens_to_ids([USER, ASSISTANT, END])
+    user, assistant, end = ids
     tokens, labels = list[int](), list[int]()
     for number, (question, answer) in enumerate(turns):
         asked = [user] * (number > 0) + tokenizer(question, add_special_tokens=False).input_ids + [assistant]
@@ -139,23 +141,30 @@ def _visible(prefix_tokens: Sequence[int], block: Tensor) -> Tensor:
 
 
 def packed_outputs(
-    model: Any, packed: Packed, pixel_values: Tensor | None = None, shown: Tensor | None = None, **how: Any
+    model: Any,
+    packed: Packed,
+    pixel_values: Tensor | None = None,
+    symbols: Tensor | None = None,
+    shown: Tensor | None = None,
+    **how: Any,
 ) -> Any:
     """What a `LlavaForConditionalGeneration` makes of the blocks: `.logits [B, Q, words]`, `.loss` of the answers.
 
     Args:
         model: on the device of everything else.
         packed: see `pack`; the right padding of a prefix is behind all that it could disturb, so it needs no mask.
-        pixel_values: float `[images, 3, height, width]`, None where the prefixes have no images.
+        pixel_values: float `[images, 3, height, width]`, None where the prefixes have no images or symbols for them.
+        symbols: int64 `[images, image tokens, words]`, in place of pixels: see `symbol_features`.
         shown: bool `[images, image tokens]`, the features that have a token in the prefixes; None: all.
         how: more arguments for the model, for example `num_items_in_batch`: what to divide the sum of losses by.
     """
     seen = {}
+    features = None if symbols is None else symbol_features(model, symbols)
     if pixel_values is not None:
-        image = model.get_image_features(pixel_values)
-        if shown is not None:
-            image.pooler_output = [features[kept] for features, kept in zip(image.pooler_output, shown, strict=True)]
-        seen = {"mm_encoder_outputs": {"image": image}}
+        features = model.get_image_features(pixel_values).pooler_output
+    if features is not None:
+        chosen: Any = [*features] if shown is None else [one[kept] for one, kept in zip(features, shown, strict=True)]
+        seen = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=chosen)}}
     read = model(
         input_ids=packed.prefix, position_ids=packed.prefix_positions, use_cache=True, logits_to_keep=1, **seen
     )
@@ -168,3 +177,13 @@ def packed_outputs(
         use_cache=True,
         **how,
     )
+
+
+def symbol_features(model: Any, symbols: Tensor) -> Tensor:
+    """float `[images, image tokens, hidden]`: the sum of the embeddings of the words `[..., words]` of a token.
+
+    Words of -1 are none.
+    """
+    embeddings = model.get_input_embeddings()(symbols.clamp_min(0))
+    features: Tensor = (embeddings * (symbols >= 0)[..., None]).sum(-2)
+    return features

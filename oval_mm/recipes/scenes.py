@@ -25,7 +25,7 @@ SPLITS: dict[str, range] = {
 CELLS = 16  # a scene is laid out on a grid of 16 x 16 cells, whatever its size in pixels
 REGION = 5  # cells along a side of a region, in which there is one object or none
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
-SIDES, SIDES_WITH_GLYPH = (3, 4), (3,)  # cells of an object; a glyph is in the one in the middle
+SIDE = 3  # cells along a side of an object; a glyph is in the one in the middle
 GLYPH_SHARE = 0.6  # of the objects
 SMALLEST_PX = 64
 OVERSAMPLING = 4
@@ -49,6 +49,13 @@ class SceneObject:
     def name(self) -> str:
         """Colour and shape: no other object of the scene has both."""
         return f"{self.colour} {self.shape}"
+
+    @property
+    def glyph_box(self) -> Box:
+        """Where a glyph is, or would be: the middle third of the box."""
+        x0, y0, x1, y1 = self.box
+        wide, high = (x1 - x0) // 3, (y1 - y0) // 3
+        return x0 + wide, y0 + high, x1 - wide, y1 - high
 
     @property
     def place(self) -> str:
@@ -86,10 +93,9 @@ def make_scene(seed: int, size_px: int = 256) -> Scene:
     shift = [rng.randint(0, CELLS % REGION) for _ in range(2)]  # of all regions together
     objects = []
     for look, region in zip(looks, regions, strict=True):
-        side = rng.choice(SIDES_WITH_GLYPH if look[-1] else SIDES)
         # Where a region ends, one cell stays free between its object and the next.
-        x, y = (REGION * i + off + rng.randint(0, REGION - 1 - side) for i, off in zip(region, shift, strict=True))
-        objects.append(SceneObject(*look, region, _scaled((x, y, x + side, y + side), size_px)))
+        x, y = (REGION * i + off + rng.randint(0, REGION - 1 - SIDE) for i, off in zip(region, shift, strict=True))
+        objects.append(SceneObject(*look, region, _scaled((x, y, x + SIDE, y + SIDE), size_px)))
     return Scene(seed, size_px, tuple(objects))
 
 

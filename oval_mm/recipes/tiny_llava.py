@@ -39,7 +39,7 @@ STRATEGY: Strategy = "default"  # "default": without the tower's class token; "f
 
 PAD, START, END, UNKNOWN, IMAGE = SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 USER, ASSISTANT = ROLES = ("USER:", "ASSISTANT:")
-DESCRIBE = "what is there?"  # asks for a caption
+NOTHING = "nothing"  # is on a patch outside of all objects
 # What easy-vqa says in other words than the scenes.
 EASY_VQA_WORDS = ("brown", "contain", "does", "gray", "image", "not", "present", "rectangle", "teal")
 
@@ -63,7 +63,7 @@ CHAT_TEMPLATE = """
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word or sign, upper case read as lower case; `<s>` is put before a text."""
-    words = dict.fromkeys((*SPECIAL, *ROLES, *VOCABULARY, *EASY_VQA_WORDS))
+    words = dict.fromkeys((*SPECIAL, *ROLES, *VOCABULARY, *EASY_VQA_WORDS, NOTHING))
     reserved = (f"<reserved {number}>" for number in range(WORDS - len(words)))
     backend = Tokenizer(WordLevel({word: index for index, word in enumerate((*words, *reserved))}, UNKNOWN))
     backend.normalizer = Lowercase()
@@ -112,8 +112,8 @@ def language_config(**changes: Any) -> LlamaConfig:
     """The small Llama; `changes` replace settings of it."""
     settings: dict[str, Any] = {
         "vocab_size": WORDS,
-        "hidden_size": 256,
-        "intermediate_size": 768,
+        "hidden_size": 128,
+        "intermediate_size": 384,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -122,8 +122,9 @@ def language_config(**changes: Any) -> LlamaConfig:
         "pad_token_id": SPECIAL.index(PAD),
         "bos_token_id": SPECIAL.index(START),
         "eos_token_id": SPECIAL.index(END),
-        "tie_word_embeddings": False,
-        "initializer_range": 256**-0.5,  # so small a model learns sooner from this than from the usual 0.02
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},  # most frequencies ignore where a patch is
+        "tie_word_embeddings": True,
+        "initializer_range": 128**-0.5,  # so small a model learns sooner from this than from the usual 0.02
     }
     return LlamaConfig(**(settings | changes))
 

@@ -22,7 +22,13 @@ from oval_mm.recipes.llava_plan import make_plan
 from oval_mm.recipes.llava_training import train_llava
 from oval_mm.recipes.tiny_llava import FEATURE_LAYER, build_llava, make_processor
 
-STAGES = {"clip": (), "align": ("words", "align"), "tune": ("tune",), "all": ("words", "align", "tune")}
+STAGES = {
+    "clip": (),
+    "symbols": ("symbols",),
+    "align": ("align",),
+    "tune": ("tune",),
+    "all": ("symbols", "align", "tune"),
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,9 +41,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--feature-layer", type=int, default=FEATURE_LAYER, help="of the tower, for the LLaVA (default: %(default)s)"
     )
-    parser.add_argument(
-        "--tower-rate", type=float, default=1e-4, help="learning rate of the tower in stage tune; 0: frozen"
-    )
     options = parser.parse_args(arguments)
     try:
         train(**vars(options))
@@ -45,13 +48,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("interrupted; the same command goes on where this one stopped")
 
 
-def train(out: Path, stage: str, steps_scale: float, seed: int, feature_layer: int, tower_rate: float) -> None:
+def train(out: Path, stage: str, steps_scale: float, seed: int, feature_layer: int) -> None:
     """Do one stage, or all that are left.
 
     Raises:
         ValueError: an option is out of range, `out` holds a training with other settings, or a stage is missing.
     """
-    plan = make_plan(steps_scale, tower_rate, easy_vqa=find_spec("easy_vqa") is not None)
+    plan = make_plan(steps_scale, easy_vqa=find_spec("easy_vqa") is not None)
     if stage in ("clip", "all"):
         train_clip(out / "clip", max(1, round(clip_training.STEPS * steps_scale)), seed)
     if not STAGES[stage]:

@@ -5,8 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from oval_mm.recipes.answering import ALL, Answer, accuracy, generated_answers, main, majority_baseline, packed_answers
-from oval_mm.recipes.llava_batches import Asked, Pack, conversation_pack, make_batch, scene_pack
+from oval_mm.recipes.answering import (
+    ALL,
+    Answer,
+    accuracy,
+    answers_in,
+    generated_answers,
+    main,
+    majority_baseline,
+    packed_answers,
+)
+from oval_mm.recipes.llava_batches import Asked, Pack, conversation_pack, make_batch, make_symbols_batch, scene_pack
 from oval_mm.recipes.question_packing import packed_outputs
 from oval_mm.recipes.scenes import make_scene
 from oval_mm.recipes.tiny_llava import save_llava
@@ -58,9 +67,9 @@ def test_an_answer_without_end_says_so() -> None:
     assert all(answer.given.endswith(" ...") and not answer.is_right for answer in answers)
 
 
-def test_words_in_place_of_images(learned: tuple[Any, Any]) -> None:
-    packs = [scene_pack(make_scene(seed, 64), with_caption=True) for seed in range(5)]  # more than run together
-    answers = packed_answers(*learned, packs, words=True)
+def test_symbols_in_place_of_images(learned: tuple[Any, Any]) -> None:
+    packs = [scene_pack(make_scene(seed, 64)) for seed in range(5)]  # more than run together
+    answers = answers_in(*learned, packs, lambda some: make_symbols_batch(some, learned[1]))
     assert [answer.asked for answer in answers] == [turn for one in packs for talk in one.dialogues for turn in talk]
 
 

@@ -16,7 +16,7 @@ from oval_mm.recipes import clip_training
 from oval_mm.recipes.clip_accuracy import ClipAccuracy, HeldOut, _labels, _retrieval, _share_right
 from oval_mm.recipes.clip_batches import ClipBatch, ClipBatches, area_of, single_object
 from oval_mm.recipes.clip_captions import GLYPHS, NAMES, describe, easy_vqa_look, is_true, look_of
-from oval_mm.recipes.clip_training import contrast, learning_rate, loss_of, train_clip
+from oval_mm.recipes.clip_training import contrast, loss_of, train_clip
 from oval_mm.recipes.easy_vqa import ImageQuestions
 from oval_mm.recipes.scenes import SceneObject, glyph_in_words, make_scene
 from oval_mm.recipes.tiny_clip import build_clip, load_clip, make_tokenizer
@@ -139,15 +139,6 @@ def test_the_loss_is_about_the_same_in_bfloat16() -> None:
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=0.03)
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [learning_rate(step, 100) for step in range(100)]
-    top = rates.index(max(rates))
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert 0 < rates[-1] < 0.01 * max(rates)
-    assert learning_rate(0, 1) > 0
 
 
 def test_training_leaves_a_clip_and_says_how_good_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,21 @@
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from oval_mm.recipes.llava_batches import Asked, Pack, conversation_pack, image_tokens, make_batch, show_objects
+from oval_mm.recipes.llava_batches import (
+    Asked,
+    Pack,
+    conversation_pack,
+    image_tokens,
+    make_batch,
+    make_symbols_batch,
+    show_some,
+    symbols_of,
+)
 from oval_mm.recipes.question_packing import (
     IGNORED,
     make_block,
@@ -93,7 +103,7 @@ def test_prefix_and_blocks_may_also_be_one_sequence() -> None:
 def test_tokens_left_out_are_tokens_not_seen() -> None:
     model, processor = tiny_llava()
     packs = _packs()
-    shown = show_objects(packs, processor, 0.2, random.Random(0))
+    shown = show_some(packs, processor, 1.0, 0.2, random.Random(0))
     few, all_of_them = make_batch(packs, processor, shown), make_batch(packs, processor)
     assert few.packed.prefix.shape[1] < all_of_them.packed.prefix.shape[1]
     seen = torch.cat([torch.ones(2, 2, dtype=torch.bool), shown.view(2, -1)], dim=1)
@@ -115,13 +125,67 @@ def test_tokens_left_out_are_tokens_not_seen() -> None:
 def test_objects_are_shown() -> None:
     _, processor = tiny_llava("full")
     scene = make_scene(3, 64)
-    shown = show_objects([Pack((scene,), ())], processor, 0.0, random.Random(0))
-    patches = shown[0, 1:].view(4, 4)
-    assert shown[0, 0]
-    for thing in scene.objects:
-        x, y = thing.centre
-        assert patches[int(y / 16), int(x / 16)]
-    assert show_objects([Pack((scene,), ())], processor, 1.0, random.Random(0)).all()
+    packs = [Pack((scene,), ())]
+    for share in (0.0, 0.5, 1.0):
+        shown = show_some(packs, processor, share, 0.0, random.Random(0))
+        patches = shown[0, 1:].view(4, 4)
+        assert shown[0, 0]
+        for thing in scene.objects:
+            x0, y0, x1, y1 = thing.box
+            inside = patches[y0 // 16 : -(-y1 // 16), x0 // 16 : -(-x1 // 16)]
+            assert inside.any()
+            assert share < 1 or inside.all()
+    assert show_some(packs, processor, 1.0, 1.0, random.Random(0)).all()
+
+
+def test_symbols_say_what_is_on_a_patch() -> None:
+    _, processor = tiny_llava("full")
+    scene = make_scene(3, 64)
+    symbols = symbols_of([Pack((scene,), ())], processor)
+    assert symbols.shape == (1, 17, 5)
+    words = [processor.tokenizer.decode(ids[ids >= 0]) for ids in symbols[0]]
+    assert words[0] == "nothing"
+    for y in range(4):
+        for x in range(4):
+            here = [t for t in scene.objects if t.box[0] <= 16 * x + 8 < t.box[2] and t.box[1] <= 16 * y + 8 < t.box[3]]
+            said = words[1 + 4 * y + x].split()
+            if here:
+                glyph = [here[0].glyph.lower()] if here[0].glyph else []
+                assert said == [here[0].colour, here[0].shape, *glyph, *here[0].place.split()]
+            else:
+                assert said == [
+                    "nothing",
+                    ("top", "middle", "bottom", "bottom")[y],
+                    ("left", "center", "right", "right")[x],
+                ]
+    with pytest.raises(ValueError, match=r"symbols can only stand for scenes, got image\.png"):
+        symbols_of([Pack((Path("image.png"),), ())], processor)
+
+
+@torch.no_grad()
+def test_symbols_are_read_in_place_of_images() -> None:
+    model, processor = tiny_llava()
+    packs = _packs()
+    shown = show_some(packs, processor, 0.0, 0.2, random.Random(0))
+    batch = make_symbols_batch(packs, processor, shown)
+    assert batch.pixels is None
+    assert batch.symbols is not None
+    words: Any = model.get_input_embeddings().weight
+    said = [words[ids[ids >= 0]].sum(0) for ids in batch.symbols[shown]]
+    tokens = model.get_input_embeddings()(batch.packed.prefix)
+    tokens[batch.packed.prefix == processor.tokenizer.convert_tokens_to_ids("<image>")] = torch.stack(said)
+    read = model.model.language_model(
+        inputs_embeds=tokens, position_ids=batch.packed.prefix_positions, use_cache=True
+    ).past_key_values
+    expected = model(
+        input_ids=batch.packed.tokens,
+        attention_mask=batch.packed.visible,
+        position_ids=batch.packed.positions,
+        cache=read,
+    ).logits
+    is_real = batch.packed.block >= 0
+    logits = packed_outputs(model, *batch).logits
+    torch.testing.assert_close(logits[is_real], expected[is_real], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_only_answers_have_labels() -> None:

@@ -17,7 +17,7 @@ ANGLES = {"right of": 0, "below": 90, "left of": 180, "above": 270}  # y grows d
 
 
 def matching(words: str, scene: Scene) -> list[SceneObject]:
-    """The objects that a description fits: 'red circles', 'blue shape', 'star', 'shape with the digit 7', 'top left'."""
+    """The objects that a description fits: 'red circles', 'star', 'shape with the digit 7', 'top left'."""
     placed = [thing for thing in scene.objects if thing.place == words]
     if placed:
         return placed
@@ -122,7 +122,14 @@ def test_no_kind_of_question_can_be_guessed() -> None:
         answers[question.kind][question.answer] += 1
     assert set(answers) == set(KINDS)
     assert answers["existence"]["yes"] == answers["existence"]["no"]
-    for kind, most in {"glyph": 0.1, "colour": 0.2, "shape": 0.25, "place": 0.06, "relation": 0.06, "count": 0.35}.items():
+    for kind, most in {
+        "glyph": 0.1,
+        "colour": 0.2,
+        "shape": 0.25,
+        "place": 0.06,
+        "relation": 0.06,
+        "count": 0.35,
+    }.items():
         assert max(answers[kind].values()) < most * answers[kind].total()
     assert len(answers["colour"]) == len(COLOURS)
     assert len(answers["count"]) == len(NUMBERS)

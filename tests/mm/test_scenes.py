@@ -104,8 +104,8 @@ def test_boxes_end_where_cells_do_and_a_glyph_fills_the_cell_in_the_middle(seed:
     for thing in scene.objects:
         x0, y0, x1, y1 = thing.box
         assert {edge % 16 for edge in thing.box} == {0}
+        assert (x1 - x0, y1 - y0) == (48, 48)
         if thing.glyph:
-            assert (x1 - x0, y1 - y0) == (48, 48)
             plain = dataclasses.replace(scene, objects=(dataclasses.replace(thing, glyph=None),))
             drawn = np.abs(_pixels(dataclasses.replace(scene, objects=(thing,))) - _pixels(plain)).max(-1) > 40
             assert drawn[y0 + 16 : y1 - 16, x0 + 16 : x1 - 16].sum() == drawn.sum() > 0

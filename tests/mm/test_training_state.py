@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from oval_mm.recipes.training_state import StateFile, interrupts_wait, make_accelerator, require_same, write_whole
+from oval_mm.recipes.training_state import (
+    StateFile,
+    interrupts_wait,
+    make_accelerator,
+    require_same,
+    share_of_rate,
+    write_whole,
+)
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
@@ -82,3 +89,11 @@ def test_bfloat16_is_used_only_where_it_is_quick(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
         make_accelerator()
     assert made == ["bf16", "no"]
+
+
+def test_the_rate_rises_and_falls() -> None:
+    shares = [share_of_rate(step, 100) for step in range(100)]
+    assert shares[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert shares[5:] == sorted(shares[5:], reverse=True)
+    assert 0 < shares[-1] < 0.01
+    assert share_of_rate(0, 1) == 1
