@@ -25,15 +25,15 @@ IMAGES = Path(__file__).parent / "data" / "images"
 SAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "scene_09000001.png": (
         ("which letter is in the purple heart?", "u"),
-        ("what is right of the black cross?", "orange cross"),
+        ("what is right of the black cross?", "bottom right orange cross"),
     ),
     "scene_09000006.png": (
         ("which digit is in the purple circle?", "1"),
-        ("what is left of the star?", "green circle"),
+        ("what is left of the star?", "bottom left green circle"),
     ),
     "scene_09000016.png": (
         ("what color is the shape with the letter p?", "black"),
-        ("what is below the green cross?", "pink cross"),
+        ("what is below the green cross?", "middle center pink cross"),
     ),
 }
 USUAL_QUESTION = "how many shapes are there?"  # about an image that comes without one

@@ -43,7 +43,7 @@ class Phase:
         objects: share of the patches of every object that are shown, at least one.
         background: share of all other patches that are shown. Few make a step cheap: most of an image shows nothing.
         asked: conversations about a pack, at most.
-        kinds: what they ask; None: everything.
+        kinds: what they ask, "place" among them; None: everything.
         balanced: of the easy-vqa questions, as many are answered yes as no.
     """
 
@@ -97,12 +97,11 @@ def make_plan(steps_scale: float = 1.0, easy_vqa: bool = True) -> tuple[Stage, .
     easy = {"easy-vqa": 1} if easy_vqa else {}
     symbols = (
         Phase(0, {"one": 4}, objects=0, background=0.02, asked=14, kinds=("glyph", "colour", "shape", "place")),
-        Phase(0.3, {"one": 4}, objects=0, background=0.02, asked=14),
-        Phase(0.6, {"one": 2, "four": 1}, objects=0.3, background=0.05, asked=14),
-        Phase(0.9, {"one": 2, "four": 1}, background=0.3),
+        Phase(0.25, {"one": 4, "four": 1}, objects=0, background=0.02, asked=16),
+        Phase(0.85, {"one": 4, "four": 1}, objects=0.3, background=0.1, asked=16),
     )
     plan = (
-        Stage("symbols", 4000, {LANGUAGE: 5e-3}, symbols, "symbols"),
+        Stage("symbols", 3600, {LANGUAGE: 5e-3}, symbols, "symbols"),
         Stage("align", 200, {PROJECTOR: 5e-3}, (Phase(0, {"one": 16}, background=0.2),), "both"),
         Stage(
             "tune",

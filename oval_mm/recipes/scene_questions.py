@@ -74,7 +74,8 @@ def questions(scene: Scene) -> list[Question]:
 def located_questions(scene: Scene, visible: Sequence[SceneObject]) -> Iterator[Question]:
     """The questions whose answer is in one place of this scene.
 
-    `visible` are the objects of all images shown, those of `scene` included: a question names one of them only.
+    `visible` are the objects of all images shown, those of `scene` included: a question names one of them only. What is
+    beside what is asked only where no other image is shown.
     """
     seen = _word_counts(visible)
     for thing in scene.objects:
@@ -90,7 +91,7 @@ def located_questions(scene: Scene, visible: Sequence[SceneObject]) -> Iterator[
             yield Question(f"what is the {thing.colour} shape?", thing.shape, "shape", thing.box)
         if seen[thing.place] == 1:
             yield Question(f"what is at the {thing.place}?", thing.name, "place", thing.box)
-        if seen[thing.name] == 1:
+        if seen[thing.name] == 1 and len(visible) == len(scene.objects):
             yield from _relations(scene, thing, thing.shape if seen[thing.shape] == 1 else thing.name)
 
 
@@ -101,12 +102,14 @@ def _word_counts(things: Sequence[SceneObject]) -> Counter[str | None]:
 
 
 def _relations(scene: Scene, anchor: SceneObject, name: str) -> Iterator[Question]:
-    """What is in the next regions."""
+    """What is in the next regions: first where that is, so that each word of the answer takes one look."""
     things = {thing.region: thing for thing in scene.objects}
     for direction, (across, down) in DIRECTIONS.items():
         neighbour = things.get((anchor.region[0] + across, anchor.region[1] + down))
         if neighbour:
-            yield Question(f"what is {direction} the {name}?", neighbour.name, "relation", neighbour.box)
+            yield Question(
+                f"what is {direction} the {name}?", f"{neighbour.place} {neighbour.name}", "relation", neighbour.box
+            )
 
 
 def _counts(scene: Scene, rng: random.Random) -> Iterator[Question]:
