@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from oval_mm.recipes import clip_training
 from oval_mm.recipes.clip_accuracy import ClipAccuracy, HeldOut, _labels, _retrieval, _share_right
 from oval_mm.recipes.clip_batches import ClipBatch, ClipBatches, area_of, single_object
-from oval_mm.recipes.clip_captions import GLYPHS, NAMES, describe, easy_vqa_look, is_true, look_of
+from oval_mm.recipes.clip_captions import (
+    BACKGROUND,
+    GLYPHS,
+    NAMES,
+    NOTHING,
+    describe,
+    describe_part,
+    easy_vqa_look,
+    is_of_glyph,
+    is_true,
+    look_of,
+)
 from oval_mm.recipes.clip_training import contrast, loss_of, train_clip
 from oval_mm.recipes.easy_vqa import ImageQuestions
 from oval_mm.recipes.scenes import SceneObject, glyph_in_words, make_scene
@@ -56,6 +67,30 @@ def test_every_way_to_describe_occurs() -> None:
         *("orange", "an orange shape", "star", "a star", "orange star", "an orange star", "letter k"),
         *("a shape with the letter k", "orange star with the letter k", "an orange star with the letter k"),
     }
+
+
+def test_a_part_is_described_by_look_place_and_glyph() -> None:
+    rng = random.Random(0)
+    for seed in range(20):
+        for thing in make_scene(seed).objects:
+            said = describe_part(look_of(thing), rng)
+            held = is_true([one.said for one in said], [look_of(thing)])
+            assert held.all()
+            assert said[1].words == f"at the {thing.place}"
+            assert [is_of_glyph(one) for one in said] == [False, False, True][: 3 if thing.glyph else 2]
+    assert describe_part(BACKGROUND, rng) == [NOTHING]
+
+
+def test_a_glyph_is_shown_where_it_is_or_as_one_patch_of_its_object() -> None:
+    sizes = dataclasses.replace(TINY, image_px=128, patch_px=8)
+    batch = ClipBatches(sizes, 8, seed=0)[0]
+    words = make_tokenizer().batch_decode(batch.part_captions, skip_special_tokens=True)
+    for said, patches in zip(words, batch.part_patches, strict=True):
+        if "digit" in said or "letter" in said:
+            assert patches.max() == 1, "the cell in the middle, or one patch"
+    whole = [patches for said, patches in zip(words, batch.part_patches, strict=True) if patches.max() < 1]
+    assert whole, "others are also shown whole"
+    assert all(round(1 / patches.max().item()) == 9 for patches in whole if (patches > 0).sum() < 20)
 
 
 def test_easy_vqa_looks_come_from_the_questions() -> None:
