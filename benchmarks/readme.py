@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.generation_tables import generation_table
+from benchmarks.image_tables import image_qa_table, image_speed_table
 from benchmarks.markdown import Result, source, table
 from benchmarks.quality_tables import quality_ablation_table, quality_equal_table, quality_table
 from benchmarks.rivals.tables import rivals_table
@@ -117,6 +118,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "decode": (("decode",), decode_table),
     "layer": (("layer",), layer_table),
     "breakdown": (("breakdown",), breakdown_table),
+    "image_qa": (("image_qa",), image_qa_table),
+    "image_qa_blocks": (("image_qa_blocks",), image_qa_table),
+    "image_speed": (("image_speed",), image_speed_table),
 }
 
 if __name__ == "__main__":
