@@ -105,7 +105,7 @@ def make_plan(steps_scale: float = 1.0, easy_vqa: bool = True) -> tuple[Stage, .
         Stage("align", 200, {PROJECTOR: 5e-3}, (Phase(0, {"one": 16}, background=0.2),), "both"),
         Stage(
             "tune",
-            2000,
+            2400,
             {PROJECTOR: 2e-3, LANGUAGE: 3e-3},
             (
                 Phase(0, {"one": 4, "four": 1, **easy}, background=0.3),
