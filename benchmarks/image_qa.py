@@ -37,7 +37,8 @@ from oval_core.routers import Router
 from oval_mm import HybridRouter
 from oval_mm.hybrid_router import BASES
 from oval_mm.recipes.answering import majority_baseline
-from oval_mm.recipes.llava_batches import SOURCES, image_tokens
+from oval_mm.recipes.llava_batches import SOURCES
+from oval_mm.recipes.patches import image_tokens
 from oval_mm.recipes.tiny_llava import load_llava
 
 DENSE, FASTV, DOWNSAMPLED = "dense", "fastv", "downsampled"

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from oval_mm.recipes.llava_batches import Asked, Pack, image_tokens
+from oval_mm.recipes.llava_batches import Asked, Pack
+from oval_mm.recipes.patches import image_tokens
 from oval_mm.recipes.question_packing import IGNORED, Block, make_block, make_prefix
 from oval_mm.recipes.scene_questions import Question, located_questions, questions
 from oval_mm.recipes.scenes import Scene

@@ -25,10 +25,10 @@ from oval_mm.recipes.llava_batches import (
     easy_vqa_pack,
     make_batch,
     make_symbols_batch,
+    pictures_of,
     scene_pack,
-    show_some,
-    symbols_of,
 )
+from oval_mm.recipes.patches import show_some, symbols_of
 from oval_mm.recipes.scenes import SPLITS, make_scene
 
 PROJECTOR, LANGUAGE = "projector", "language"  # the parts of the model that are trained
@@ -142,8 +142,8 @@ class StepBatches(Dataset[list[Batch]]):
 def batch_of(seen: Seen, packs: Sequence[Pack], processor: Any, phase: Phase, rng: random.Random) -> Batch:
     """What is seen of packs in a phase."""
     whole = phase.objects == phase.background == 1
-    shown = None if whole else show_some(packs, processor, phase.objects, phase.background, rng)
+    shown = None if whole else show_some(pictures_of(packs), processor, phase.objects, phase.background, rng)
     if seen == "symbols":
         return make_symbols_batch(packs, processor, shown)
     batch = make_batch(packs, processor, shown)
-    return batch if seen == "images" else batch._replace(symbols=symbols_of(packs, processor))
+    return batch if seen == "images" else batch._replace(symbols=symbols_of(pictures_of(packs), processor))

@@ -10,12 +10,11 @@ from oval_mm.recipes.llava_batches import (
     Asked,
     Pack,
     conversation_pack,
-    image_tokens,
     make_batch,
     make_symbols_batch,
-    show_some,
-    symbols_of,
+    pictures_of,
 )
+from oval_mm.recipes.patches import image_tokens, show_some, symbols_of
 from oval_mm.recipes.question_packing import (
     IGNORED,
     make_block,
@@ -103,7 +102,7 @@ def test_prefix_and_blocks_may_also_be_one_sequence() -> None:
 def test_tokens_left_out_are_tokens_not_seen() -> None:
     model, processor = tiny_llava()
     packs = _packs()
-    shown = show_some(packs, processor, 1.0, 0.2, random.Random(0))
+    shown = show_some(pictures_of(packs), processor, 1.0, 0.2, random.Random(0))
     few, all_of_them = make_batch(packs, processor, shown), make_batch(packs, processor)
     assert few.packed.prefix.shape[1] < all_of_them.packed.prefix.shape[1]
     seen = torch.cat([torch.ones(2, 2, dtype=torch.bool), shown.view(2, -1)], dim=1)
@@ -127,7 +126,7 @@ def test_objects_are_shown() -> None:
     scene = make_scene(3, 64)
     packs = [Pack((scene,), ())]
     for share in (0.0, 0.5, 1.0):
-        shown = show_some(packs, processor, share, 0.0, random.Random(0))
+        shown = show_some(pictures_of(packs), processor, share, 0.0, random.Random(0))
         patches = shown[0, 1:].view(4, 4)
         assert shown[0, 0]
         for thing in scene.objects:
@@ -135,13 +134,13 @@ def test_objects_are_shown() -> None:
             inside = patches[y0 // 16 : -(-y1 // 16), x0 // 16 : -(-x1 // 16)]
             assert inside.any()
             assert share < 1 or inside.all()
-    assert show_some(packs, processor, 1.0, 1.0, random.Random(0)).all()
+    assert show_some(pictures_of(packs), processor, 1.0, 1.0, random.Random(0)).all()
 
 
 def test_symbols_say_what_is_on_a_patch() -> None:
     _, processor = tiny_llava("full")
     scene = make_scene(3, 64)
-    symbols = symbols_of([Pack((scene,), ())], processor)
+    symbols = symbols_of([scene], processor)
     assert symbols.shape == (1, 17, 5)
     words = [processor.tokenizer.decode(ids[ids >= 0]) for ids in symbols[0]]
     assert words[0] == "nothing"
@@ -159,14 +158,14 @@ def test_symbols_say_what_is_on_a_patch() -> None:
                     ("left", "center", "right", "right")[x],
                 ]
     with pytest.raises(ValueError, match=r"symbols can only stand for scenes, got image\.png"):
-        symbols_of([Pack((Path("image.png"),), ())], processor)
+        symbols_of([Path("image.png")], processor)
 
 
 @torch.no_grad()
 def test_symbols_are_read_in_place_of_images() -> None:
     model, processor = tiny_llava()
     packs = _packs()
-    shown = show_some(packs, processor, 0.0, 0.2, random.Random(0))
+    shown = show_some(pictures_of(packs), processor, 0.0, 0.2, random.Random(0))
     batch = make_symbols_batch(packs, processor, shown)
     assert batch.pixels is None
     assert batch.symbols is not None
