@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,8 @@ class Reader:
         if self.config is None:
             self._read_pictures(inputs, spans[-1].stop)
             return Answer(*self._generate(inputs))
-        with attach(self.model, self.processor, self.config) as handle:
+        side = math.isqrt(self.config.page_size)  # square pages hold more of what belongs together than rows do
+        with attach(self.model, self.processor, self.config, block=side) as handle:
             self._read_pictures(inputs, spans[-1].stop)
             before = handle.stats()
             with handle.trace() as trace:
