@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from demos.image_qa import IMAGES, SAMPLES
+from demos.image_qa import IMAGES, ROUTING, SAMPLES
 from demos.tiny_llava import FOLDER, Reader, load
 from oval_core import OvalConfig
 from oval_mm.pictures import load_picture
@@ -35,7 +35,7 @@ def test_the_tower_is_that_of_the_clip(llava: tuple[Any, Any]) -> None:
         torch.testing.assert_close(weight, weights[name], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("config", [None, OvalConfig(router="basis", budget_ratio=0.25)], ids=["dense", "OVAL"])
+@pytest.mark.parametrize("config", [None, OvalConfig(**ROUTING, budget_ratio=0.25)], ids=["dense", "OVAL"])
 def test_the_samples_are_answered(llava: tuple[Any, Any], config: OvalConfig | None) -> None:
     for name, turns in SAMPLES.items():
         reader, said = Reader(*llava, [load_picture(IMAGES / name)], config), list[tuple[str, str]]()
