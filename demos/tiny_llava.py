@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,8 +103,7 @@ class Reader:
         if self.config is None:
             self._read_pictures(inputs, spans[-1].stop)
             return Answer(*self._generate(inputs))
-        side = math.isqrt(self.config.page_size)  # square pages hold more of what belongs together than rows do
-        with attach(self.model, self.processor, self.config, block=side) as handle:
+        with attach(self.model, self.processor, self.config) as handle:
             self._read_pictures(inputs, spans[-1].stop)
             before = handle.stats()
             with handle.trace() as trace:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,10 +30,14 @@ from oval_mm.page_embeddings import PictureTag, Shown, shown_pictures
 from oval_mm.prompt_reader import Found, PromptReader
 
 ENCODER = "get_image_features"
+AUTO = "auto"
 
 
 def attach(
-    model: PreTrainedModel, processor: Any = None, config: OvalConfig | None = None, block: int | None = None
+    model: PreTrainedModel,
+    processor: Any = None,
+    config: OvalConfig | None = None,
+    block: int | Literal["auto"] | None = "auto",
 ) -> Handle:
     """`oval_core.attach` for a model that reads images; no page mixes image and text, or two images.
 
@@ -47,7 +52,8 @@ def attach(
         block: side, in patches, of the square blocks that the pages of a picture show; its square is at most
             `config.page_size`. At the lower and right border of the grid blocks are smaller; a newline token that ends
             a row of patches (LLaVA-NeXT, OneVision) counts as a patch. Tokens whose grid is not known are paged in
-            runs. None: runs, row after row of patches.
+            runs. None: runs, row after row of patches. "auto": squares that fill a page (4 for pages of 16), or runs
+            where none do.
 
     Returns: a handle with `stats()`, `trace()` and `detach()`; also a context manager.
 
@@ -59,8 +65,8 @@ def attach(
     reader = PromptReader(family_of(model, processor), router.of_pictures if router else None)
     if router is not None:
         router.check(model)
-    _check_block(block, config or OvalConfig())
-    handle = Handle(attach_core(model, config), reader, block)
+    side = _side(block, (config or OvalConfig()).page_size)
+    handle = Handle(attach_core(model, config), reader, side)
     try:
         handle._install()
     except BaseException:
@@ -173,15 +179,18 @@ def _paged_layers(cache: Any) -> list[OvalLayer]:
     return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, OvalLayer)]
 
 
-def _check_block(block: int | None, config: OvalConfig) -> None:
+def _side(block: Any, page_size: int) -> int | None:
+    """The side of a block in patches."""
     if block is None:
-        return
+        return None
+    if block == AUTO:
+        side = math.isqrt(page_size)
+        return side if side**2 == page_size else None
     if not isinstance(block, int) or isinstance(block, bool):
-        raise TypeError(f"block must be an integer >= 1 or None, got {block!r} ({type(block).__name__})")
-    if block < 1 or block * block > config.page_size:
-        raise ValueError(
-            f"block must be an integer >= 1 whose square is at most page_size = {config.page_size}, got {block}"
-        )
+        raise TypeError(f"block must be an integer >= 1, 'auto' or None, got {block!r} ({type(block).__name__})")
+    if block < 1 or block * block > page_size:
+        raise ValueError(f"block must be an integer >= 1 whose square is at most page_size = {page_size}, got {block}")
+    return block
 
 
 def _mark(layer: OvalLayer, found: Found, block: int | None, shown: Mapping[tuple[int, int], Shown]) -> None:

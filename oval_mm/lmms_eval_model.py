@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -77,7 +77,7 @@ class OvalVlm(lmms):
         dtype: str | None = None,
         batch_size: int | str = 1,
         oval: bool = True,
-        block: int | None = None,
+        block: int | Literal["auto"] | None = "auto",
         **settings: Any,
     ) -> None:
         super().__init__()

@@ -221,6 +221,19 @@ def test_a_copy_of_the_cache_goes_on_by_itself() -> None:
         assert_same(generate(vlm, continued(first, more)), expected)
 
 
+@pytest.mark.parametrize(("page_size", "side"), [(16, 4), (8, None), (32, None)])
+def test_squares_that_fill_a_page_are_the_default(page_size: int, side: int | None) -> None:
+    vlm = tiny("llava")
+    inputs = vlm.inputs((f"{words(5)} * {words(6)}", [photo(0)]))
+    config = OvalConfig(page_size=page_size, budget_ratio=1.0, always_paged=True, seal_tokens=1)
+    found = []
+    for how in ({}, {"block": side}):
+        with attach(vlm.model, vlm.processor, config, **how):
+            found.append(all_blocked(generate(vlm, inputs)))
+    assert found[0] == found[1]
+    assert bool(found[0]) == (side is not None)
+
+
 @pytest.mark.parametrize(("hidden", "stays"), [(slice(8, 20), False), (slice(5, 30), True), (slice(0, 4), True)])
 @pytest.mark.parametrize("config", [FULL, OvalConfig(page_size=16, seal_tokens=1)], ids=["paged", "dense"])
 def test_a_mask_that_hides_tokens_in_a_later_turn(config: OvalConfig, hidden: slice, stays: bool) -> None:
@@ -269,9 +282,9 @@ def test_a_mask_for_every_query() -> None:
     [
         (0, ValueError, "an integer >= 1 whose square is at most page_size = 16, got 0"),
         (5, ValueError, "an integer >= 1 whose square is at most page_size = 16, got 5"),
-        (True, TypeError, r"an integer >= 1 or None, got True \(bool\)"),
-        (4.0, TypeError, r"an integer >= 1 or None, got 4.0 \(float\)"),
-        ("4", TypeError, r"an integer >= 1 or None, got '4' \(str\)"),
+        (True, TypeError, r"an integer >= 1, 'auto' or None, got True \(bool\)"),
+        (4.0, TypeError, r"an integer >= 1, 'auto' or None, got 4.0 \(float\)"),
+        ("4", TypeError, r"an integer >= 1, 'auto' or None, got '4' \(str\)"),
     ],
 )
 def test_what_is_no_block_is_refused(block: Any, error: type[Exception], message: str) -> None:
