@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oval_mm.recipes.llava_batches import Asked, Pack
 from oval_mm.recipes.patches import image_tokens
-from oval_mm.recipes.question_packing import IGNORED, Block, make_block, make_prefix
+from oval_mm.recipes.question_packing import IGNORED, Block, make_block, make_prefix, padded
 from oval_mm.recipes.scene_questions import Question, located_questions, questions
 from oval_mm.recipes.scenes import Scene
 from oval_mm.recipes.shapes import Box
@@ -128,8 +128,8 @@ def regions_of(pack: Pack) -> dict[tuple[str, str], Region]:
 def make_rows(talks: Sequence[Talk], tokenizer: Any) -> Rows:
     """One row a conversation."""
     words = tokenizer.get_vocab()
-    tokens = _padded([talk.block.tokens for talk in talks], words[PAD])
-    labels = _padded([talk.block.labels for talk in talks], IGNORED)
+    tokens = padded([talk.block.tokens for talk in talks], words[PAD])
+    labels = padded([talk.block.labels for talk in talks], IGNORED)
     wanted, ends = labels[:, 1:], labels[:, 1:] == words[END]
     return Rows(
         talks=talks,
@@ -138,8 +138,3 @@ def make_rows(talks: Sequence[Talk], tokenizer: Any) -> Rows:
         turn=ends.long().cumsum(1) - ends.long(),
         is_word=(wanted != IGNORED) & ~ends,
     )
-
-
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])

@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.image_questions import Region, Rows
 from oval_core.page_table import PageTable
 from oval_core.stats import TraceEntry
+from oval_mm.recipes.patches import patches_a_side
 from oval_mm.recipes.shapes import Box
 
 
@@ -48,7 +49,7 @@ class RegionsRead:
 
 def make_grid(processor: Any) -> Grid:
     """The grid of a `LlavaProcessor`'s images."""
-    return Grid(processor.image_processor.crop_size["height"] // processor.patch_size, processor.patch_size)
+    return Grid(patches_a_side(processor), processor.patch_size)
 
 
 def shares_of_pages(table: PageTable, region: Region, grid: Grid) -> Tensor:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from oval_mm.recipes.clip_accuracy import ClipAccuracy, HeldOut
 from oval_mm.recipes.clip_batches import ClipBatch, ClipBatches
-from oval_mm.recipes.muon import make_optimizers
+from oval_mm.recipes.muon import advance, make_optimizers, restore
 from oval_mm.recipes.tiny_clip import (
     SHIPPED,
     ClipSizes,
@@ -38,7 +38,7 @@ from oval_mm.recipes.training_state import (
 )
 
 STEPS, BATCH = 700, 64
-LEARNING_RATE, LARGEST_GRADIENT = 3e-3, 1.0
+LEARNING_RATE = 3e-3
 LARGEST_SCALE = math.log(100)
 HELD_OUT_SCENES, REPORT_EVERY = 256, 100
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
@@ -105,8 +105,7 @@ class _Run:
         if saved:
             self.step = saved["step"]
             self.model.load_state_dict(saved["model"])
-            for optimizer, past in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(past)
+            restore(self.optimizers, saved["optimizers"])
 
     def through(self, batches: DataLoader[ClipBatch], held_out: HeldOut) -> None:
         """Take all steps that are left."""
@@ -125,15 +124,10 @@ class _Run:
 
     def _advance(self, batch: ClipBatch) -> float:
         """One step; its loss."""
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = group["highest_lr"] * share_of_rate(self.step, self.steps)
         with self.accelerator.autocast():
             loss = loss_of(self.model, ClipBatch(*(tensor.to(self.accelerator.device) for tensor in batch)))
         self.accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(self.optimizers, share_of_rate(self.step, self.steps))
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=LARGEST_SCALE)
         self.step += 1

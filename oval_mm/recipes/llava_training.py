@@ -19,7 +19,7 @@ from tqdm import tqdm
 from oval_mm.recipes.answering import accuracy, answers_in
 from oval_mm.recipes.llava_batches import Batch, Pack, packs
 from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, Seen, Stage, StepBatches, batch_of
-from oval_mm.recipes.muon import make_optimizers
+from oval_mm.recipes.muon import advance, make_optimizers, restore
 from oval_mm.recipes.question_packing import packed_outputs, symbol_features
 from oval_mm.recipes.tiny_llava import save_llava
 from oval_mm.recipes.training_state import (
@@ -31,7 +31,6 @@ from oval_mm.recipes.training_state import (
     write_whole,
 )
 
-LARGEST_GRADIENT = 1.0
 REPORTS, HELD_OUT_PACKS = 10, 12  # reports a stage, packs a source that they are measured on
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
 
@@ -111,8 +110,7 @@ class _Run:
         """Take all steps of a stage that are left; the accuracy after the last."""
         optimizers = make_optimizers(trained_parts(self.model, stage))
         if self.saved and self.step:
-            for optimizer, state in zip(optimizers, self.saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
+            restore(optimizers, self.saved["optimizers"])
         self.saved = None
         held_out = held_out_of(stage, batches.size_px, held_out_packs)
         self._take_steps(stage, optimizers, batches, held_out)
@@ -142,9 +140,6 @@ class _Run:
 
     def _advance(self, stage: Stage, optimizers: Optimizers, batches: Sequence[Batch]) -> float:
         """One step; its loss: the mean over the tokens of all answers, or over all images."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for group in groups:
-            group["lr"] = group["highest_lr"] * share_of_rate(self.step, stage.steps)
         total, loss = sum(batch.packed.answer_tokens for batch in batches), 0.0
         for batch in (one.to(self.accelerator.device) for one in batches):
             with self.accelerator.autocast():
@@ -154,10 +149,7 @@ class _Run:
                     part = packed_outputs(self.model, *batch, num_items_in_batch=total).loss
             self.accelerator.backward(part)
             loss += part.item()
-        torch.nn.utils.clip_grad_norm_([one for group in groups for one in group["params"]], LARGEST_GRADIENT)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(optimizers, share_of_rate(self.step, stage.steps))
         self.step += 1
         return loss
 

@@ -6,7 +6,7 @@ computes in bfloat16, which takes most CPUs longer than everything else in a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MOMENTUM = 0.95
 SIZE = 0.2  # root mean square of an update over the learning rate, as AdamW has it
-WEIGHT_DECAY, SMALLER = 0.05, 0.3
+WEIGHT_DECAY, SMALLER, LARGEST_GRADIENT = 0.05, 0.3, 1.0
 # Every round x <- (a + b x x' + c (x x')^2) x brings all singular values nearer to 1.
 ROUNDS, A, B, C = 5, 3.4445, -4.7750, 2.0315
 
@@ -75,6 +75,23 @@ def make_optimizers(parts: Iterable[tuple[float, dict[str, torch.nn.Parameter]]]
 
 def _group(parameters: list[torch.nn.Parameter], rate: float, decay: float) -> dict[str, Any]:
     return {"params": parameters, "lr": rate, "highest_lr": rate, "weight_decay": decay}
+
+
+def advance(optimizers: Sequence[torch.optim.Optimizer], share: float) -> None:
+    """One step at `share` of the highest rates, with gradients cut to `LARGEST_GRADIENT`; clears these."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        group["lr"] = group["highest_lr"] * share
+    torch.nn.utils.clip_grad_norm_([one for group in groups for one in group["params"]], LARGEST_GRADIENT)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def restore(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[dict[str, Any]]) -> None:
+    """Load what their `state_dict` gave, in the same order."""
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -111,24 +111,25 @@ def pack(prefixes: Sequence[Prefix], blocks: Sequence[Sequence[Block]], pad_id: 
     if len(prefixes) != len(blocks) or not all(blocks):
         counts = [len(row) for row in blocks]
         raise ValueError(f"each of {len(prefixes)} prefixes must have at least 1 block, got blocks {counts}")
-    prefix = _padded([one.tokens for one in prefixes], pad_id)
-    number = _padded([[index for index, block in enumerate(row) for _ in block.tokens] for row in blocks], -1)
+    prefix = padded([one.tokens for one in prefixes], pad_id)
+    number = padded([[index for index, block in enumerate(row) for _ in block.tokens] for row in blocks], -1)
     positions = [
         [one.end + index for block in row for index in range(len(block.tokens))]
         for one, row in zip(prefixes, blocks, strict=True)
     ]
     return Packed(
         prefix=prefix,
-        prefix_positions=_padded([one.positions for one in prefixes], 0),
-        tokens=_padded([[token for block in row for token in block.tokens] for row in blocks], pad_id),
-        positions=_padded(positions, 0),
-        labels=_padded([[label for block in row for label in block.labels] for row in blocks], IGNORED),
+        prefix_positions=padded([one.positions for one in prefixes], 0),
+        tokens=padded([[token for block in row for token in block.tokens] for row in blocks], pad_id),
+        positions=padded(positions, 0),
+        labels=padded([[label for block in row for label in block.labels] for row in blocks], IGNORED),
         block=number,
         visible=_visible([len(one.tokens) for one in prefixes], number),
     )
 
 
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+    """int64 `[rows, longest]`, filled up on the right."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
 

@@ -16,24 +16,13 @@ from oval_core import OvalConfig
 from oval_core import attach as attach_core
 from oval_core.page_table import TEXT, PageTable
 from oval_mm import attach
-from tests.mm.tiny_vlms import NAMES, TinyVlm, photo, tiny, words
+from tests.mm.tiny_vlms import NAMES, TinyVlm, batch, generate, photo, tiny, two_turns, words
 
 FULL = OvalConfig(page_size=8, budget_ratio=1.0, always_paged=True, seal_tokens=1)
 SPARSE = OvalConfig(page_size=8, budget_pages=4, seal_tokens=1)
 EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
 SEPARATOR = 2  # the word "and"
 every_model = pytest.mark.parametrize("name", NAMES)
-
-
-def generate(vlm: TinyVlm, inputs: dict[str, Any], **options: Any) -> Any:
-    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return vlm.model.generate(**{**inputs, **settings, **options})
-
-
-def batch(vlm: TinyVlm, last: int = 2) -> dict[str, Any]:
-    """Two pictures of different size; none but padding; one at the very end."""
-    two = (f"{words(5)} * and {words(3)} * {words(4)}", [photo(0), photo(1, 60, 30)])
-    return vlm.inputs(two, (f"{words(12, 1)} *", [photo(last)]))
 
 
 def logits(output: Any) -> Tensor:
@@ -269,18 +258,9 @@ def test_features_from_outside() -> None:
 def test_a_later_turn_of_a_padded_batch() -> None:
     vlm = tiny("llava")
 
-    def talk() -> Any:
-        inputs = batch(vlm)
-        first = generate(vlm, inputs)
-        turn = vlm.inputs((f"{words(3)} * {words(9)}", [photo(2)]), (words(4), []))
-        ids = torch.cat([first.sequences, turn.pop("input_ids")], dim=1)
-        answer = torch.ones_like(first.sequences[:, inputs["input_ids"].shape[1] :])
-        mask = torch.cat([inputs["attention_mask"], answer, turn.pop("attention_mask")], dim=1)
-        return generate(vlm, {**turn, "input_ids": ids, "attention_mask": mask}, cache=first.cache)
-
-    plain = talk()
+    plain = two_turns(vlm)
     with attach(vlm.model, vlm.processor, FULL):
-        paged = talk()
+        paged = two_turns(vlm)
     assert_close(logits(paged), logits(plain), **EXACT)
     assert [[span.tag for span in table.spans] for table in paged.cache.layers[0].tables] == [[0, 1, 2], [0]]
 

@@ -15,7 +15,7 @@ from oval_core import OvalConfig
 from oval_core.page_table import TEXT, PageTable, Span
 from oval_mm import attach
 from oval_mm.image_spans import blocks_of
-from tests.mm.tiny_vlms import NAMES, TinyVlm, photo, tiny, words
+from tests.mm.tiny_vlms import NAMES, batch, generate, photo, tiny, two_turns, words
 
 FULL = OvalConfig(page_size=16, budget_ratio=1.0, always_paged=True, seal_tokens=1, impl="reference")
 SPARSE = OvalConfig(page_size=16, budget_pages=3, always_paged=True, seal_tokens=1, sink_pages=0)
@@ -29,17 +29,6 @@ GRIDS = {  # of the parts of photo(0), in patches; None: not known. Newlines are
     "smolvlm": [(3, 3)],
 }
 GRIDS_OF_A_SQUARE = {"llava": [(5, 5)], "llava_next": [(4, 4), (8, 9)], "qwen2_vl": [(4, 4)], "idefics3": [(3, 3)]}
-
-
-def generate(vlm: TinyVlm, inputs: dict[str, Any], **options: Any) -> Any:
-    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    return vlm.model.generate(**{**inputs, **settings, **options})
-
-
-def batch(vlm: TinyVlm) -> dict[str, Any]:
-    """Left-padded; two pictures in the first row, one at the very end of the second."""
-    two = (f"{words(5)} * and {words(3)} * {words(4)}", [photo(0), photo(1, 60, 30)])
-    return vlm.inputs(two, (f"{words(12, 1)} *", [photo(2)]))
 
 
 def assert_same(got: Any, expected: Any) -> None:
@@ -132,18 +121,9 @@ def test_every_page_that_is_read_is_one_block(name: str, block: int) -> None:
 def test_a_second_turn_of_a_padded_batch() -> None:
     vlm = tiny("llava")
 
-    def talk() -> Any:
-        inputs = batch(vlm)
-        first = generate(vlm, inputs)
-        turn = vlm.inputs((f"{words(3)} * {words(9)}", [photo(2)]), (words(4), []))
-        ids = torch.cat([first.sequences, turn.pop("input_ids")], dim=1)
-        answer = torch.ones_like(first.sequences[:, inputs["input_ids"].shape[1] :])
-        mask = torch.cat([inputs["attention_mask"], answer, turn.pop("attention_mask")], dim=1)
-        return generate(vlm, {**turn, "input_ids": ids, "attention_mask": mask}, cache=first.cache)
-
-    plain = talk()
+    plain = two_turns(vlm)
     with attach(vlm.model, vlm.processor, FULL, block=4):
-        paged = talk()
+        paged = two_turns(vlm)
     assert_same(paged, plain)
     tables = paged.cache.layers[1].tables
     assert [[span.tag for span in blocked(table)] for table in tables] == [[0, 1, 2], [0]]

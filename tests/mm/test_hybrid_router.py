@@ -17,9 +17,9 @@ from oval_mm import HybridRouter, attach
 from oval_mm.hybrid_router import hybrid_of
 from oval_mm.image_spans import find_spans
 from oval_mm.page_embeddings import ConceptEmbedding, MeanKeyEmbedding, PageEmbedding, PlaceEmbedding
-from tests.mm.test_attach import batch, continued, generate, logits
+from tests.mm.test_attach import continued, logits
 from tests.mm.tiny_concepts import make_router, random_space
-from tests.mm.tiny_vlms import TinyVlm, photo, tiny, words
+from tests.mm.tiny_vlms import TinyVlm, batch, generate, photo, tiny, words
 
 TOKENS = 25  # of a picture of the tiny LLaVA
 

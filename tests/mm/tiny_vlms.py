@@ -76,6 +76,28 @@ def words(count: int, seed: int = 0) -> str:
     return " ".join(f"word{index}" for index in np.random.default_rng(seed).integers(0, 29, count))
 
 
+def generate(vlm: TinyVlm, inputs: dict[str, Any], **options: Any) -> Any:
+    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return vlm.model.generate(**{**inputs, **settings, **options})
+
+
+def batch(vlm: TinyVlm, last: int = 2) -> dict[str, Any]:
+    """Left-padded; two pictures of different size in the first row, one at the very end of the second."""
+    two = (f"{words(5)} * and {words(3)} * {words(4)}", [photo(0), photo(1, 60, 30)])
+    return vlm.inputs(two, (f"{words(12, 1)} *", [photo(last)]))
+
+
+def two_turns(vlm: TinyVlm) -> Any:
+    """What `generate` gives for `batch`'s second turn, over the cache of the first; only row 0 sees a new picture."""
+    inputs = batch(vlm)
+    first = generate(vlm, inputs)
+    turn = vlm.inputs((f"{words(3)} * {words(9)}", [photo(2)]), (words(4), []))
+    ids = torch.cat([first.sequences, turn.pop("input_ids")], dim=1)
+    answer = torch.ones_like(first.sequences[:, inputs["input_ids"].shape[1] :])
+    mask = torch.cat([inputs["attention_mask"], answer, turn.pop("attention_mask")], dim=1)
+    return generate(vlm, {**turn, "input_ids": ids, "attention_mask": mask}, cache=first.cache)
+
+
 @functools.cache
 def tiny(name: str) -> TinyVlm:
     """The model `name` of `NAMES` as it comes from disk."""
