@@ -54,6 +54,11 @@ def attach(model: PreTrainedModel, config: OvalConfig | None = None) -> Handle:
     return handle
 
 
+def is_attached(model: nn.Module) -> bool:
+    """Whether `attach` has been called on `model`, and not undone."""
+    return any(hasattr(module, BINDING) for module in model.modules())
+
+
 class Handle:
     """An attached model; made by `attach`. Leaving it as a context manager detaches.
 
@@ -193,7 +198,7 @@ def _check_model(model: PreTrainedModel, config: OvalConfig) -> None:
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     if not isinstance(config, OvalConfig):
         raise TypeError(f"config must be an OvalConfig, got {type(config).__name__}")
-    if any(hasattr(module, BINDING) for module in model.modules()):
+    if is_attached(model):
         raise RuntimeError(f"{type(model).__name__} is already attached; call handle.detach() first")
     if any(config._attn_implementation == NAME for config in _decoder_configs(model)):
         raise RuntimeError(

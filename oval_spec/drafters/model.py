@@ -1,0 +1,105 @@
+"""Draft with another, smaller model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from oval_core import OvalConfig, attach
+from oval_core.attach import is_attached
+from oval_spec.cached_model import DENSE, CachedModel
+from oval_spec.drafters.base import Drafter, Seen, check_count, check_share, check_vocabulary
+from oval_spec.drafters.step_by_step import draft_chains, read_chains
+from oval_spec.text import Text
+from oval_spec.tree import Tree
+
+
+class ModelDrafter(Drafter):
+    """A smaller causal model with the target's tokenizer; of a vision-language target, one that reads the same images.
+
+    Args:
+        model: may be the target itself.
+        most_tokens: of a draft.
+        min_confidence: a draft ends before a token that the model gives a smaller probability.
+        config: how the draft model's cache is paged and read; None: densely.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range.
+    """
+
+    name = "draft model"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        most_tokens: int = 8,
+        min_confidence: float = 0.4,
+        config: OvalConfig | None = None,
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+        self.model, self.config = model, config
+        self.most_tokens = check_count("most_tokens", most_tokens)
+        self.min_confidence = check_share("min_confidence", min_confidence)
+        self._reader: CachedModel | None = None
+        self._read: list[list[int]] = []  # of each row, the tokens in the draft model's cache
+
+    def check(self, target: PreTrainedModel) -> None:
+        """See `Drafter.check`."""
+        check_vocabulary(self.model, target)
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(f"the draft model must be a decoder, got {type(self.model).__name__}")
+
+    @contextmanager
+    def begin(self, target: CachedModel, model_inputs: dict[str, Any], texts: Sequence[Text]) -> Iterator[None]:
+        """See `Drafter.begin`: the draft model reads the prompt, images included."""
+        config = (self.config or DENSE).for_device(self.model.device)
+        attached: AbstractContextManager[Any] = nullcontext() if is_attached(self.model) else attach(self.model, config)
+        with attached:
+            self._reader = CachedModel(self.model, config)
+            self._reader.prefill(self._prompt(model_inputs, texts))
+            self._read = [text.tokens.copy() for text in texts]
+            try:
+                yield
+            finally:
+                self._reader, self._read = None, []
+
+    def _prompt(self, model_inputs: dict[str, Any], texts: Sequence[Text]) -> dict[str, Any]:
+        """What the target was given, as far as the draft model knows it; the whole text if that was its end only."""
+        known = inspect.signature(self.model.forward).parameters
+        inputs = {name: value for name, value in model_inputs.items() if name in known and value is not None}
+        if inputs["input_ids"].shape[1] < len(texts[0]):
+            return {
+                "input_ids": torch.cat([text.ids for text in texts]),
+                "attention_mask": inputs.get("attention_mask"),
+            }
+        return inputs
+
+    def draft(self, seen: Seen, most: int) -> list[Tree]:
+        """See `Drafter.draft`."""
+        assert self._reader is not None
+        new = self._forget_what_was_refused(seen)
+        logits = read_chains(self._reader, new)
+        trees = draft_chains(self._reader, logits, seen.running, most, self.min_confidence)
+        for tokens, fresh, tree in zip(self._read, new, trees, strict=True):
+            tokens += [*fresh, *tree.tokens[:-1]]
+        return trees
+
+    def _forget_what_was_refused(self, seen: Seen) -> list[list[int]]:
+        """Crop the cache to what the texts begin with; the tokens that each row has still to read."""
+        assert self._reader is not None
+        lengths = []
+        for text, read in zip(seen.texts, self._read, strict=True):
+            same = next((i for i, (a, b) in enumerate(zip(read, text.tokens)) if a != b), min(len(read), len(text)))  # noqa: B905
+            del read[same:]
+            lengths.append(same)
+        self._reader.crop(lengths)
+        return [
+            text.tokens[same:] if goes_on else []
+            for text, same, goes_on in zip(seen.texts, lengths, seen.running, strict=True)
+        ]

@@ -1,0 +1,69 @@
+"""What one speculative generation did."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from oval_spec.tree import Tree
+
+
+@dataclass
+class SpeculativeStats:
+    """Counts over all rows of one generation.
+
+    Attributes:
+        steps: forward passes of the target after the prompt.
+        tokens: new tokens, those of the prompt's own pass included.
+        drafted_steps: row-steps that had a draft.
+        accepted: by length of the accepted path, row-steps that had a draft.
+        tried_at, accepted_at: by depth, row-steps whose draft went that deep after an accepted parent, and those where
+            that depth was accepted.
+        seconds: by phase: prefill, draft, verify, check.
+        checked, retracted: tokens that a dense check looked at, and those that it took back.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    drafted_steps: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    tried_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    checked: int = 0
+    retracted: int = 0
+
+    @property
+    def accepted_mean(self) -> float:
+        """Mean accepted draft tokens of the row-steps that had a draft; 0 without any."""
+        return sum(length * count for length, count in self.accepted.items()) / max(1, self.drafted_steps)
+
+    @property
+    def accept_rate(self) -> dict[int, float]:
+        """By depth: how often a draft that was right up to there was right there, too."""
+        return {depth: self.accepted_at[depth] / tried for depth, tried in sorted(self.tried_at.items())}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of the `with` block to a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - begin
+
+    def count(self, tree: Tree, path: list[int]) -> None:
+        """A row had this draft and accepted this path of it."""
+        if not len(tree):
+            return
+        self.drafted_steps += 1
+        self.accepted[len(path)] += 1
+        node = path[-1] if path else -1
+        for depth in range(1, len(path) + 1):
+            self.tried_at[depth] += 1
+            self.accepted_at[depth] += 1
+        if node in tree.parents:
+            self.tried_at[len(path) + 1] += 1
