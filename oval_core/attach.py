@@ -54,9 +54,9 @@ def attach(model: PreTrainedModel, config: OvalConfig | None = None) -> Handle:
     return handle
 
 
-def is_attached(model: nn.Module) -> bool:
-    """Whether `attach` has been called on `model`, and not undone."""
-    return any(hasattr(module, BINDING) for module in model.modules())
+def binding_of(model: nn.Module) -> Binding | None:
+    """What the attention modules of an attached model share; None if `model` is not attached."""
+    return next((getattr(module, BINDING) for module in model.modules() if hasattr(module, BINDING)), None)
 
 
 class Handle:
@@ -198,7 +198,7 @@ def _check_model(model: PreTrainedModel, config: OvalConfig) -> None:
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     if not isinstance(config, OvalConfig):
         raise TypeError(f"config must be an OvalConfig, got {type(config).__name__}")
-    if is_attached(model):
+    if binding_of(model) is not None:
         raise RuntimeError(f"{type(model).__name__} is already attached; call handle.detach() first")
     if any(config._attn_implementation == NAME for config in _decoder_configs(model)):
         raise RuntimeError(

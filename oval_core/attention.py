@@ -191,12 +191,13 @@ def _tier_by_tier(
     """Any router: select, read, merge. `query [B, H, G, Q, D]` -> `[B, Q, H * G, D_v]`."""
     kernels = binding.kernels
     selection = binding.recorder.timed(layer.router.select, query, pages)
-    tokens, readable = tokens_to_read(layer, selection, query.shape[3], mask)
-    keys, values = layer.store.gather(tokens)
-    exact = kernels.attend(query, keys, values, readable, pages.scaling, pages.softcap)
-    parts = [exact] if selection.tail is None else [exact, selection.tail]
+    parts = [] if selection.tail is None else [selection.tail]
+    for part in (selection, *selection.then):
+        tokens, readable = tokens_to_read(layer, part, query.shape[3], mask, with_open=part is selection)
+        keys, values = layer.store.gather(tokens)
+        parts.append(kernels.attend(query, keys, values, readable, pages.scaling, pages.softcap))
     out = kernels.merge(parts, _sink_logits(sinks, query.shape[1]))
-    return out.flatten(1, 2).transpose(1, 2).contiguous(), selection
+    return out.flatten(1, 2).transpose(1, 2).contiguous(), selection.joined() if selection.then else selection
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:

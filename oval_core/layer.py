@@ -69,6 +69,11 @@ class OvalLayer(CacheLayerMixin):
             raise RuntimeError("the cache layer is empty: which router 'auto' is depends on the device of the tokens")
         return self._router
 
+    @router.setter
+    def router(self, router: Router) -> None:
+        """Another one that makes do with the page features and bases of the old one."""
+        self._router = router
+
     @property
     def store(self) -> PageStore:
         """The token storage. Raises RuntimeError before the first `update`."""

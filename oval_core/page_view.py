@@ -63,15 +63,15 @@ def _seen_tokens(mask: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def tokens_to_read(
-    layer: OvalLayer, selection: Selection, num_queries: int, mask: Tensor | None
+    layer: OvalLayer, selection: Selection, num_queries: int, mask: Tensor | None, with_open: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens of the selected pages and of the open tail.
+    """Positions of the tokens of the selected pages and, `with_open`, of the open tail.
 
     Returns: int64 `[B, H, n]`, and which of them each query may read, bool `[B, H, Q, n]`.
     """
     device, store, heads = selection.pages.device, layer.store, selection.pages.shape[1]
     ends = [table.sealed_end for table in layer.tables]
-    tail = max(length - end for length, end in zip(store.lengths, ends, strict=True))
+    tail = max(length - end for length, end in zip(store.lengths, ends, strict=True)) if with_open else 0
     length, sealed_end = torch.tensor(store.lengths, device=device), torch.tensor(ends, device=device)
 
     offset = torch.arange(layer.config.page_size, device=device)

@@ -129,11 +129,15 @@ class Recorder:
         if self.trace is not None:
             self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu()))
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of keys, values and metadata read so far by passes over a filled cache."""
+        return self._bytes_read + sum(token_bytes * read.num_tokens for (_, token_bytes), read in self._read.items())
+
     def report(self) -> dict[str, Any]:
         """The figures of section `handle.stats()` in the README; None where nothing was measured."""
         selected = sum(read.num_pages for read in self._read.values())
-        page_bytes = sum(token_bytes * read.num_tokens for (_, token_bytes), read in self._read.items())
-        bytes_read = self._bytes_read + page_bytes
+        bytes_read = self.bytes_read
         return {
             "steps": self.step,
             "context_tokens": self.context_tokens,

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from oval_core import OvalCache, OvalConfig
 from oval_core.cache import page_layers
 from oval_core.layer import OvalLayer
+from oval_core.routers import Router
 from oval_spec.tree import Tree
 
 NEVER_TOKENS = 2**62  # shorter contexts are read densely
@@ -68,16 +69,16 @@ class CachedModel:
             hook.remove()
 
     @contextmanager
-    def reading(self, config: OvalConfig) -> Iterator[None]:
-        """Read the cache as `config` says, inside the `with` block; how it is paged stays."""
-        before = [layer.config for layer in self.layers]
+    def reading(self, config: OvalConfig, router: Router | None = None) -> Iterator[None]:
+        """Read the cache as `config` says, inside the `with` block, with another router; how it is paged stays."""
+        before = [(layer.config, layer.router) for layer in self.layers]
         for layer in self.layers:
-            layer.config = config
+            layer.config, layer.router = config, router or layer.router
         try:
             yield
         finally:
-            for layer, old in zip(self.layers, before, strict=True):
-                layer.config = old
+            for layer, (old_config, old_router) in zip(self.layers, before, strict=True):
+                layer.config, layer.router = old_config, old_router
 
     def prefill(self, model_inputs: dict[str, Any]) -> Tensor:
         """Read the prompt, given as `prepare_inputs_for_generation` makes it; logits of the next token `[B, V]`."""

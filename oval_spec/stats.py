@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from oval_spec.page_sets import PageSetStats
 from oval_spec.tree import Tree
 
 
@@ -23,6 +24,7 @@ class SpeculativeStats:
         tried_at, accepted_at: by depth, row-steps whose draft went that deep after an accepted parent, and those where
             that depth was accepted.
         seconds: by phase: prefill, draft, verify, check.
+        page_sets: what `look_every` measured.
         checked, retracted: tokens that a dense check looked at, and those that it took back.
     """
 
@@ -33,6 +35,7 @@ class SpeculativeStats:
     tried_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    page_sets: PageSetStats | None = None
     checked: int = 0
     retracted: int = 0
 

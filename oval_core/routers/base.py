@@ -96,12 +96,19 @@ class Pages:
 class Selection(NamedTuple):
     """Pages to read exactly, int64 `[B, H, K]`, which of them count, and what the other pages contribute.
 
-    `tail.out` is `[B, H, G, Q, D_v]`, `tail.lse [B, H, G, Q]`; None: nothing.
+    `tail.out` is `[B, H, G, Q, D_v]`, `tail.lse [B, H, G, Q]`; None: nothing. `then`: other pages, no page twice, that
+    are read exactly after these, one part after the other.
     """
 
     pages: Tensor
     valid: Tensor
     tail: Partial | None = None
+    then: tuple[Selection, ...] = ()
+
+    def joined(self) -> Selection:
+        """All pages that are read exactly, as one part."""
+        parts = (self, *self.then)
+        return Selection(torch.cat([part.pages for part in parts], -1), torch.cat([part.valid for part in parts], -1))
 
 
 class Router:

@@ -57,6 +57,13 @@ class BasisRouter(Router):
         read = torch.zeros_like(impact, dtype=torch.bool).scatter_(-1, chosen, valid).gather(-1, shortlist)
         return Selection(chosen, valid, _merged(Partial(page.out, lse.masked_fill(read[:, :, None, None], -torch.inf))))
 
+    def estimate(self, query: Tensor, pages: Pages, coarse: Tensor, read: Tensor) -> Partial:
+        """What those shortlisted pages contribute that are not `read`, bool `[B, H, P]`; `coarse` as in `select_by`."""
+        shortlist, listed = pages.top(pages.weights(coarse), pages.shortlist, pages.most[1])
+        page = pages.kernels.evaluate_bases(query, pages.basis, shortlist, pages.scaling, pages.softcap)
+        known = self._estimable(shortlist, listed & ~read.gather(-1, shortlist), pages)
+        return _merged(Partial(page.out, page.lse.masked_fill(~known, -torch.inf)))
+
     def _estimable(self, shortlist: Tensor, listed: Tensor, pages: Pages) -> Tensor:
         """bool `[B, H, 1, 1 or Q, n]`: a basis speaks for a query only if the mask shows it all tokens of the page."""
         if pages.seen is None:

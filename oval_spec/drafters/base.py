@@ -24,11 +24,13 @@ class Seen:
         texts: of all rows; each ends in the root, which the target has chosen but not read.
         running: whether the row goes on. A finished row gets an empty tree.
         hidden: what the target's head got to choose the root from, `[B, hidden]`; None unless `needs_hidden`.
+        wants_pages: whether `Drafter.expects` is going to be asked.
     """
 
     texts: Sequence[Text]
     running: Sequence[bool]
     hidden: Tensor | None
+    wants_pages: bool = False
 
 
 class Drafter:
@@ -64,6 +66,14 @@ class Drafter:
     def draft(self, seen: Seen, most: int) -> list[Tree]:
         """One tree a row, of up to `most` nodes (at least 1)."""
         raise NotImplementedError(f"{type(self).__name__} must override draft")
+
+    def expects(self, layer_idx: int) -> Tensor | None:
+        """The cached tokens that layer `layer_idx` of the target is going to need for the last draft.
+
+        Returns: bool `[B, H or 1, T]`, by KV head of the target or for all; None: no idea. Asked after a draft with
+        `Seen.wants_pages`.
+        """
+        return None
 
 
 def check_vocabulary(drafting: PreTrainedModel, target: PreTrainedModel) -> None:

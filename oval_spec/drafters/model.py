@@ -8,13 +8,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from oval_core import OvalConfig, attach
-from oval_core.attach import is_attached
+from oval_core.attach import binding_of
+from oval_core.stats import TraceEntry
 from oval_spec.cached_model import DENSE, CachedModel
 from oval_spec.drafters.base import Drafter, Seen, check_count, check_share, check_vocabulary
 from oval_spec.drafters.step_by_step import draft_chains, read_chains
+from oval_spec.selections import tokens_read, traced
 from oval_spec.text import Text
 from oval_spec.tree import Tree
 
@@ -47,6 +50,8 @@ class ModelDrafter(Drafter):
         self.most_tokens = check_count("most_tokens", most_tokens)
         self.min_confidence = check_share("min_confidence", min_confidence)
         self._reader: CachedModel | None = None
+        self._selections: list[TraceEntry] = []
+        self._target_layers = 1
         self._read: list[list[int]] = []  # of each row, the tokens in the draft model's cache
 
     def check(self, target: PreTrainedModel) -> None:
@@ -59,9 +64,11 @@ class ModelDrafter(Drafter):
     def begin(self, target: CachedModel, model_inputs: dict[str, Any], texts: Sequence[Text]) -> Iterator[None]:
         """See `Drafter.begin`: the draft model reads the prompt, images included."""
         config = (self.config or DENSE).for_device(self.model.device)
-        attached: AbstractContextManager[Any] = nullcontext() if is_attached(self.model) else attach(self.model, config)
+        attached: AbstractContextManager[Any] = nullcontext()
+        if binding_of(self.model) is None:
+            attached = attach(self.model, config)
         with attached:
-            self._reader = CachedModel(self.model, config)
+            self._reader, self._target_layers = CachedModel(self.model, config), len(target.layers)
             self._reader.prefill(self._prompt(model_inputs, texts))
             self._read = [text.tokens.copy() for text in texts]
             try:
@@ -84,11 +91,19 @@ class ModelDrafter(Drafter):
         """See `Drafter.draft`."""
         assert self._reader is not None
         new = self._forget_what_was_refused(seen)
-        logits = read_chains(self._reader, new)
-        trees = draft_chains(self._reader, logits, seen.running, most, self.min_confidence)
+        with traced(self.model, seen.wants_pages) as self._selections:
+            logits = read_chains(self._reader, new)
+            trees = draft_chains(self._reader, logits, seen.running, most, self.min_confidence)
         for tokens, fresh, tree in zip(self._read, new, trees, strict=True):
             tokens += [*fresh, *tree.tokens[:-1]]
         return trees
+
+    def expects(self, layer_idx: int) -> Tensor | None:
+        """See `Drafter.expects`: what any head of the draft model's layer at that depth has read."""
+        assert self._reader is not None
+        layers = self._reader.layers
+        read = tokens_read(self._selections, layers[layer_idx * len(layers) // self._target_layers])
+        return None if read is None else read.any(1, keepdim=True)
 
     def _forget_what_was_refused(self, seen: Seen) -> list[list[int]]:
         """Crop the cache to what the texts begin with; the tokens that each row has still to read."""

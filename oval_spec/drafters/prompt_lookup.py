@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from oval_spec.drafters.base import Drafter, Seen, check_count
 from oval_spec.tree import Tree
@@ -24,19 +26,31 @@ class PromptLookupDrafter(Drafter):
     def __init__(self, most_tokens: int = 10, ngram_tokens: int = 3) -> None:
         self.most_tokens = check_count("most_tokens", most_tokens)
         self.ngram_tokens = check_count("ngram_tokens", ngram_tokens)
+        self._matched: list[range] = []
 
     def draft(self, seen: Seen, most: int) -> list[Tree]:
         """See `Drafter.draft`."""
-        return [
-            self._lookup(np.array(text.tokens), most) if goes_on else Tree()
+        found = [
+            self._lookup(np.array(text.tokens), most) if goes_on else (Tree(), range(0))
             for text, goes_on in zip(seen.texts, seen.running, strict=True)
         ]
+        self._matched = [span for _, span in found]
+        return [tree for tree, _ in found]
 
-    def _lookup(self, tokens: np.ndarray, most: int) -> Tree:
+    def expects(self, layer_idx: int) -> Tensor:
+        """See `Drafter.expects`: where the n-gram was found, and what followed it."""
+        tokens = torch.zeros(len(self._matched), 1, max(span.stop for span in self._matched), dtype=torch.bool)
+        for row, span in enumerate(self._matched):
+            tokens[row, 0, span.start : span.stop] = True
+        return tokens
+
+    def _lookup(self, tokens: np.ndarray, most: int) -> tuple[Tree, range]:
+        """The draft, and the positions that it comes from."""
         for length in range(min(self.ngram_tokens, len(tokens) - 1), 0, -1):
             begins = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
             found = np.flatnonzero((begins == tokens[-length:]).all(-1))
             if len(found):
-                follows = int(found[-1]) + length
-                return Tree.chain(tokens[follows : follows + most].tolist())
-        return Tree()
+                begin = int(found[-1])
+                stop = min(begin + length + most, len(tokens))
+                return Tree.chain(tokens[begin + length : stop].tolist()), range(begin, stop)
+        return Tree(), range(0)

@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from oval_core import OvalConfig
+from oval_core.stats import TraceEntry
 from oval_spec.cached_model import CachedModel
 from oval_spec.drafters.base import Drafter, Seen, check_count, check_share
 from oval_spec.drafters.step_by_step import draft_chains, read_chains
+from oval_spec.selections import tokens_read, traced
 from oval_spec.text import Text
 from oval_spec.tree import Tree
 
@@ -34,6 +38,7 @@ class SparseSelfDrafter(Drafter):
         self.most_tokens = check_count("most_tokens", most_tokens)
         self.min_confidence = check_share("min_confidence", min_confidence)
         self._target: CachedModel | None = None
+        self._selections: list[TraceEntry] = []
 
     @contextmanager
     def begin(self, target: CachedModel, model_inputs: dict[str, Any], texts: Sequence[Text]) -> Iterator[None]:
@@ -53,6 +58,12 @@ class SparseSelfDrafter(Drafter):
         sparse = replace(target.config, budget_pages=self.paging.budget_pages, budget_ratio=None)
         with target.reading(sparse):
             roots = [[text.tokens[-1]] if more else [] for text, more in zip(seen.texts, seen.running, strict=True)]
-            trees = draft_chains(target, read_chains(target, roots), seen.running, most, self.min_confidence)
+            with traced(target.model, seen.wants_pages) as self._selections:
+                trees = draft_chains(target, read_chains(target, roots), seen.running, most, self.min_confidence)
         target.crop(before)
         return trees
+
+    def expects(self, layer_idx: int) -> Tensor | None:
+        """See `Drafter.expects`: what the drafting steps read."""
+        assert self._target is not None
+        return tokens_read(self._selections, self._target.layers[layer_idx])
