@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+SHORT_CHUNK_TOKENS = 64  # queries
+
 
 def dense_attention(
     dense_impl: str,
@@ -37,9 +39,30 @@ def dense_attention(
         return _eager(query, key, value, mask, scaling, dropout, softcap, sinks)
     if "flash" not in dense_impl or mask is not None:
         dense_impl = "sdpa"  # the mask was made for it; a padded 4D mask cannot go to FlashAttention
+    if _is_short_chunk(dense_impl, query, key, mask, kwargs):
+        assert mask is not None
+        return _by_kv_head(query, key, value, mask, scaling, dropout)
     function = AttentionInterface()[dense_impl]
     out: Tensor = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
     return out
+
+
+def _is_short_chunk(
+    dense_impl: str, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether a few queries read a cache under a mask: transformers would copy the keys for every query head."""
+    few = 1 < query.shape[2] <= SHORT_CHUNK_TOKENS and query.shape[1] > key.shape[1]
+    shared = mask is not None and mask.shape[1] == 1
+    return dense_impl == "sdpa" and few and shared and kwargs.get("position_bias") is None
+
+
+def _by_kv_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, dropout: float) -> Tensor:
+    """SDPA in which the queries of a KV head's group are rows of one product."""
+    group = query.shape[1] // key.shape[1]
+    rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, H, G * Q, D]
+    rows_mask = mask.expand(-1, -1, query.shape[2], -1).repeat(1, 1, group, 1)
+    out = nn.functional.scaled_dot_product_attention(rows, key, value, rows_mask, dropout, scale=scaling)
+    return out.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def _causal_mask(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:

@@ -98,6 +98,7 @@ class Generation:
         """One pass of the target; the texts grow."""
         paths = self._verify(trees, self.verification.how(any(map(len, trees))), "verify")
         drafted = [(tree, path) for tree, path in zip(trees, paths, strict=True) if path is not None and len(tree)]
+        self.stats.history.append([None if path is None else len(path) for path in paths])
         for tree, path in drafted:
             self.stats.count(tree, path)
         if drafted:

@@ -25,7 +25,8 @@ from oval_core.routers.oracle import exact_log_mass
 
 READS = ("agreed", "union", "all")
 SETS = ("D", "T", "D & T", "D | T")
-Expects = Callable[[int], Tensor | None]  # of a layer: tokens [B, H or 1, T], bool; None: no idea
+Ask = Callable[[Tensor], Tensor]  # queries [B, heads, N, D] -> tokens that the target's router would read, [B, H, T]
+Expects = Callable[[int, Ask], Tensor | None]  # of a layer: tokens [B, H or 1, T], bool; None: no idea
 
 
 @dataclass
@@ -37,12 +38,19 @@ class PageSetStats:
         covered: by set: share of the true attention mass of the sealed pages.
         looks: heads summed up.
         escalated: of them, those where D & T left more mass uncovered than allowed.
+        steps: `pages` of every verification that was looked at.
     """
 
     pages: Counter[str] = field(default_factory=Counter)
     covered: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SETS, 0.0))
     looks: int = 0
     escalated: int = 0
+    steps: dict[int, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def overlap(self) -> list[float]:
+        """Of every verification that was looked at: |D & T| / |D | T|."""
+        return [step["D & T"] / max(1, step["D | T"]) for step in self.steps.values()]
 
     def means(self) -> dict[str, dict[str, float]]:
         """Means over the heads: pages by set, and coverage by set."""
@@ -60,7 +68,7 @@ class AgreementRouter(Router):
         base: the target's router.
         reads: "agreed": D & T, and D | T where that leaves too much mass uncovered; "union": D | T; "all": everything,
             D & T first, then the rest of D | T, then the other pages, merged by log-sum-exp.
-        expects: of a layer, the tokens that the drafter expects it to need, bool `[B, H or 1, T]`; None: no idea.
+        expects: see `Drafter.expects`.
         most_uncovered: estimated share of the attention mass that "agreed" may leave out.
 
     Attributes:
@@ -88,7 +96,7 @@ class AgreementRouter(Router):
 
     def _own_query(self, query: Tensor, layer_idx: int) -> Tensor:
         """Of the target's last state, `[B, H, G, 1, D]`; if that pass was not seen, of the root."""
-        when, before = self._queries.get(layer_idx, (-1, query))
+        when, before = self._queries.get(layer_idx, (-2, query))
         self._queries[layer_idx] = self._pass, query
         return _at(before, self._last) if when == self._pass - 1 else query[..., :1, :]
 
@@ -103,7 +111,7 @@ class AgreementRouter(Router):
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
         own = self._own_query(query, pages.layer_idx)
-        target = _as_mask(self.base.select(own, _for_one(pages)), pages)
+        target = _as_mask(self.base.select(own, _for_first(pages, 1)), pages)
         drafted = self._drafted(pages, target)
         drafted = drafted.expand_as(target)
         agreed, union = (drafted & target) | pages.forced(), drafted | target | pages.forced()
@@ -121,7 +129,14 @@ class AgreementRouter(Router):
 
     def _drafted(self, pages: Pages, otherwise: Tensor) -> Tensor:
         """Pages with a token that the drafter expects to be needed, `[B, H, P]`."""
-        tokens = self.expects(pages.layer_idx)
+        kv_heads = otherwise.shape[1]
+
+        def ask(queries: Tensor) -> Tensor:
+            grouped = queries.unflatten(1, (kv_heads, -1)).float()
+            read = _as_mask(self.base.select(grouped, _for_first(pages, queries.shape[2])), pages)
+            return _tokens_of(read, pages)
+
+        tokens = self.expects(pages.layer_idx, ask)
         if tokens is None:
             return otherwise
         before = torch.nn.functional.pad(tokens.long().cumsum(-1), (1, 0))
@@ -131,10 +146,13 @@ class AgreementRouter(Router):
 
     def _measure(self, query: Tensor, pages: Pages, sets: dict[str, Tensor], escalated: Tensor) -> None:
         mass = pages.weights(exact_log_mass(query, pages))  # [B, H, P]
+        found = Counter[str]()
         for name, named in sets.items():
-            self.stats.pages[name] += int(named.sum())
+            found[name] = int(named.sum())
             self.stats.covered[name] += float((mass * named).sum())
-        self.stats.pages["context"] += int(pages.present().sum()) * mass.shape[1]
+        found["context"] = int(pages.present().sum()) * mass.shape[1]
+        self.stats.pages += found
+        self.stats.steps.setdefault(self._pass, Counter()).update(found)
         self.stats.looks += mass.shape[0] * mass.shape[1]
         self.stats.escalated += int(escalated.sum())
 
@@ -150,13 +168,24 @@ def _at(queries: Tensor, index: Tensor) -> Tensor:
     return queries[torch.arange(len(queries), device=queries.device), :, :, index][..., None, :]
 
 
-def _for_one(pages: Pages) -> Pages:
-    """The pages as they are shown to a chunk's first query alone."""
-    first: dict[str, Any] = {
-        name: None if value is None else value[:, :1]
-        for name, value in (("seen", pages.seen), ("hidden_states", pages.hidden_states))
-    }
-    return replace(pages, positions=pages.positions[:, :1], **first)
+def _for_first(pages: Pages, queries: int) -> Pages:
+    """The pages as they are shown to a chunk's first query, for so many of its kind."""
+
+    def spread(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor[:, :1].expand(-1, queries, -1)
+
+    positions = pages.positions[:, :1].expand(-1, queries)
+    return replace(pages, positions=positions, seen=spread(pages.seen), hidden_states=spread(pages.hidden_states))
+
+
+def _tokens_of(mask: Tensor, pages: Pages) -> Tensor:
+    """Tokens `[B, H, T]` of pages `[B, H, P]`."""
+    token = torch.arange(pages.keys.shape[2], device=mask.device)
+    absent = pages.index >= pages.counts[:, None]
+    starts = pages.starts.masked_fill(absent, pages.keys.shape[2])  # ascending, also in rows with fewer pages
+    page = (torch.searchsorted(starts, token.repeat(len(mask), 1), right=True) - 1).clamp_min(0)  # [B, T]
+    inside = (token >= starts.gather(-1, page)) & (token < (starts + pages.lengths).gather(-1, page))
+    return mask.gather(-1, page[:, None].expand(-1, mask.shape[1], -1)) & inside[:, None]
 
 
 def _as_mask(selection: Selection, pages: Pages) -> Tensor:

@@ -21,6 +21,7 @@ class SpeculativeStats:
         tokens: new tokens, those of the prompt's own pass included.
         drafted_steps: row-steps that had a draft.
         accepted: by length of the accepted path, row-steps that had a draft.
+        history: by step, how many draft tokens every row accepted; None for a row that had ended.
         tried_at, accepted_at: by depth, row-steps whose draft went that deep after an accepted parent, and those where
             that depth was accepted.
         seconds: by phase: prefill, draft, verify, check.
@@ -32,6 +33,7 @@ class SpeculativeStats:
     tokens: int = 0
     drafted_steps: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
+    history: list[list[int | None]] = field(default_factory=list)
     tried_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -11,7 +11,7 @@ from torch import Tensor
 from oval_core.routers import make_router
 from oval_spec.cached_model import CachedModel, dense
 from oval_spec.drafters.base import Drafter, check_count
-from oval_spec.page_sets import AgreementRouter
+from oval_spec.page_sets import AgreementRouter, Ask
 
 MODES = ("exact", "pages")
 READS = ("own", "agreed", "union")
@@ -94,5 +94,5 @@ class Verification:
         return every is not None and step % every == every - 1
 
 
-def _nothing(layer_idx: int) -> None:
+def _nothing(layer_idx: int, ask: Ask) -> None:
     """What no drafter expects."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from oval_core import OvalConfig
 from oval_spec.cached_model import CachedModel
+from oval_spec.page_sets import Ask
 from oval_spec.text import Text
 from oval_spec.tree import Tree
 
@@ -67,11 +68,16 @@ class Drafter:
         """One tree a row, of up to `most` nodes (at least 1)."""
         raise NotImplementedError(f"{type(self).__name__} must override draft")
 
-    def expects(self, layer_idx: int) -> Tensor | None:
+    def expects(self, layer_idx: int, ask: Ask) -> Tensor | None:
         """The cached tokens that layer `layer_idx` of the target is going to need for the last draft.
 
-        Returns: bool `[B, H or 1, T]`, by KV head of the target or for all; None: no idea. Asked after a draft with
-        `Seen.wants_pages`.
+        Called after a draft with `Seen.wants_pages`.
+
+        Args:
+            ask: the tokens that the target's router would read for queries of that layer: `[B, heads, N, D]` -> bool
+                `[B, H, T]`.
+
+        Returns: bool `[B, H or 1, T]`, by KV head of the target or for all; None: no idea.
         """
         return None
 

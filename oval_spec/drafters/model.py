@@ -17,6 +17,7 @@ from oval_core.stats import TraceEntry
 from oval_spec.cached_model import DENSE, CachedModel
 from oval_spec.drafters.base import Drafter, Seen, check_count, check_share, check_vocabulary
 from oval_spec.drafters.step_by_step import draft_chains, read_chains
+from oval_spec.page_sets import Ask
 from oval_spec.selections import tokens_read, traced
 from oval_spec.text import Text
 from oval_spec.tree import Tree
@@ -98,7 +99,7 @@ class ModelDrafter(Drafter):
             tokens += [*fresh, *tree.tokens[:-1]]
         return trees
 
-    def expects(self, layer_idx: int) -> Tensor | None:
+    def expects(self, layer_idx: int, ask: Ask) -> Tensor | None:
         """See `Drafter.expects`: what any head of the draft model's layer at that depth has read."""
         assert self._reader is not None
         layers = self._reader.layers

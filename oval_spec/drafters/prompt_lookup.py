@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oval_spec.drafters.base import Drafter, Seen, check_count
+from oval_spec.page_sets import Ask
 from oval_spec.tree import Tree
 
 
@@ -37,7 +38,7 @@ class PromptLookupDrafter(Drafter):
         self._matched = [span for _, span in found]
         return [tree for tree, _ in found]
 
-    def expects(self, layer_idx: int) -> Tensor:
+    def expects(self, layer_idx: int, ask: Ask) -> Tensor:
         """See `Drafter.expects`: where the n-gram was found, and what followed it."""
         tokens = torch.zeros(len(self._matched), 1, max(span.stop for span in self._matched), dtype=torch.bool)
         for row, span in enumerate(self._matched):

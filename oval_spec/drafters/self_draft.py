@@ -14,6 +14,7 @@ from oval_core.stats import TraceEntry
 from oval_spec.cached_model import CachedModel
 from oval_spec.drafters.base import Drafter, Seen, check_count, check_share
 from oval_spec.drafters.step_by_step import draft_chains, read_chains
+from oval_spec.page_sets import Ask
 from oval_spec.selections import tokens_read, traced
 from oval_spec.text import Text
 from oval_spec.tree import Tree
@@ -63,7 +64,7 @@ class SparseSelfDrafter(Drafter):
         target.crop(before)
         return trees
 
-    def expects(self, layer_idx: int) -> Tensor | None:
+    def expects(self, layer_idx: int, ask: Ask) -> Tensor | None:
         """See `Drafter.expects`: what the drafting steps read."""
         assert self._target is not None
         return tokens_read(self._selections, self._target.layers[layer_idx])

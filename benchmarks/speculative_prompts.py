@@ -1,0 +1,69 @@
+"""Prompts for speculative decoding: chats, texts to go on with, texts to copy from, and one that defeats drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.prompts import chat_frame, encode, make_prompts
+from demos.texts import TEXTS, load_text
+
+COPY = "Repeat the passage above word for word."
+
+
+@dataclass(frozen=True)
+class SpeculativePrompt:
+    """Tokens, int64 `[1, T]`."""
+
+    tokens: Tensor
+
+
+def make_group(tokenizer: PreTrainedTokenizerBase, group: str, count: int, context: int) -> list[SpeculativePrompt]:
+    """`count` prompts of `context` tokens. Raises ValueError if there is no such group."""
+    if group not in _MAKERS:
+        raise ValueError(f"group must be one of {GROUPS}, got {group!r}")
+    return [SpeculativePrompt(tokens) for tokens in _MAKERS[group](tokenizer, count, context)]
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, count: int, context: int) -> list[Tensor]:
+    """A passage and what is to be done with it."""
+    return [prompt.tokens for prompt in make_prompts(tokenizer, count, context)]
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, count: int, context: int) -> list[Tensor]:
+    """The texts in turn, each from places that lie evenly between its ends."""
+    texts = [encode(tokenizer, load_text(name)) for name in TEXTS]
+    places = -(-count // len(texts))
+    cuts = []
+    for i in range(count):
+        text = texts[i % len(texts)]
+        start = max(text.shape[1] - context, 0) * (i // len(texts) + 1) // (places + 1)
+        cuts.append(text[:, start : start + context])
+    return cuts
+
+
+def _copy(tokenizer: PreTrainedTokenizerBase, count: int, context: int) -> list[Tensor]:
+    """A passage to repeat."""
+    before, after = chat_frame(tokenizer)
+    head, tail = encode(tokenizer, before), encode(tokenizer, f"\n\n{COPY}{after}")
+    room = context - head.shape[1] - tail.shape[1]
+    return [torch.cat([head, text, tail], 1) for text in _continuation(tokenizer, count, room)]
+
+
+def _noise(tokenizer: PreTrainedTokenizerBase, count: int, context: int) -> list[Tensor]:
+    """Tokens drawn evenly from the vocabulary: what follows is hard to guess."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(len(tokenizer), (1, context), generator=generator) for _ in range(count)]
+
+
+_MAKERS: dict[str, Callable[[PreTrainedTokenizerBase, int, int], list[Tensor]]] = {
+    "chat": _chat,
+    "continuation": _continuation,
+    "copy": _copy,
+    "noise": _noise,
+}
+GROUPS = tuple(_MAKERS)
