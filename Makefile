@@ -42,7 +42,7 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
 	$(RUN) -m benchmarks.generation
 	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa
-	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa --block 4 --shortlist-ratio 0.6 --name image_qa_blocks
+	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa --readers dense basis box 'random fixed' fastv oracle --block 0 --name image_qa_runs
 	$(RUN) -m benchmarks.image_speed
 	$(RUN) -m benchmarks.readme
 

@@ -34,7 +34,7 @@ from benchmarks.readme import MEASUREMENTS
 from demos.tiny_llava import FOLDER
 from oval_core import OvalConfig
 from oval_core.routers import Router
-from oval_mm import HybridRouter
+from oval_mm import IMAGE_CONFIG, HybridRouter
 from oval_mm.hybrid_router import BASES
 from oval_mm.recipes.answering import majority_baseline
 from oval_mm.recipes.llava_batches import SOURCES
@@ -43,7 +43,7 @@ from oval_mm.recipes.tiny_llava import load_llava
 
 DENSE, FASTV, DOWNSAMPLED = "dense", "fastv", "downsampled"
 READERS = (DENSE, *ROUTERS, FASTV, DOWNSAMPLED)
-DEFAULT = OvalConfig()
+DEFAULT, BLOCK = IMAGE_CONFIG, 4
 SETTINGS = ("page_size", "rank", "shortlist_ratio")  # of `OvalConfig`, options of the command
 
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": describe_machine(),
         "split": options.split,
         "packs": options.packs,
-        "settings": _settings(options) | {"block": options.block, "hybrid_base": options.hybrid_base},
+        "settings": _settings(options) | {"block": options.block or None, "hybrid_base": options.hybrid_base},
         "rows": [asdict(row) for row in rows],
         "majority_baseline": baseline,
     }
@@ -88,7 +88,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=_share, default=[0.1, 0.25, 0.5], help="of the image pages")
     parser.add_argument("--hybrid", nargs="+", type=Path, default=[], help="files of routing heads to measure, too")
     parser.add_argument("--hybrid-base", choices=BASES, default="basis", help="what heads correct (%(default)s)")
-    parser.add_argument("--block", type=int, help="side of square image pages in patches (default: runs of patches)")
+    parser.add_argument(
+        "--block", type=int, default=BLOCK, help="side of square image pages in patches; 0: runs (default: %(default)s)"
+    )
     parser.add_argument("--page-size", type=int, default=DEFAULT.page_size, help="tokens a page (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=DEFAULT.rank, help="of the bases (default: %(default)s)")
     parser.add_argument(
@@ -136,7 +138,7 @@ def _readers(model: Any, processor: Any, options: argparse.Namespace) -> dict[st
     made: dict[str, Reader] = {DENSE: Reader(model, processor)}
     for name, router in _routers(model, options).items():
         own = shares_of(name, shares, pages_per_image)
-        made[name] = OvalReader(model, processor, own, router, _settings(options), options.block)
+        made[name] = OvalReader(model, processor, own, router, _settings(options), options.block or None)
     rivals = {FASTV: EvictingReader, DOWNSAMPLED: DownsamplingReader}
     return made | {name: rivals[name](model, processor, shares) for name in rivals if name in options.readers}
 

@@ -119,7 +119,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "layer": (("layer",), layer_table),
     "breakdown": (("breakdown",), breakdown_table),
     "image_qa": (("image_qa",), image_qa_table),
-    "image_qa_blocks": (("image_qa_blocks",), image_qa_table),
+    "image_qa_runs": (("image_qa_runs",), image_qa_table),
     "image_speed": (("image_speed",), image_speed_table),
 }
 

@@ -125,7 +125,7 @@ def _measure(
     ]
 
 
-def _page_sets(looks: list[SpeculativeStats]) -> dict[str, dict[str, float]]:
+def _page_sets(looks: list[SpeculativeStats]) -> dict[str, Any]:
     """Means over the prompts, by KV head."""
     found = [look.page_sets.means() for look in looks if look.page_sets is not None]
     if not found:

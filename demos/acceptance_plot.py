@@ -7,14 +7,13 @@ from pathlib import Path
 from oval_spec import SpeculativeStats
 
 
-def draw_acceptance(stats: SpeculativeStats | None, path: Path) -> None:
+def draw_acceptance(stats: SpeculativeStats, path: Path) -> None:
     """How often the guesses of each depth held, and how far draft and target agreed on pages, step after step."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    assert stats is not None
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
     rates = stats.accept_rate
     left.bar([str(depth) for depth in rates], list(rates.values()), color="tab:green")

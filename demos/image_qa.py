@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from demos.tiny_llava import Answer, Reader, load
 from oval_core import OvalConfig
+from oval_mm import IMAGE_CONFIG
 from oval_mm.heatmap import draw_heat
 from oval_mm.pictures import load_picture
 
@@ -39,7 +41,6 @@ SAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 USUAL_QUESTION = "how many shapes are there?"  # about an image that comes without one
 SHARE = 0.25
-ROUTING: dict[str, Any] = {"router": "basis", "shortlist_ratio": 0.6}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -82,14 +83,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_config(parser: argparse.ArgumentParser, options: argparse.Namespace) -> OvalConfig:
-    """The config that the options ask for; leaves with a message where there is none.
-
-    Whatever the device, ROUTING loses least where few pages of an image are read.
-    """
+    """The config that the options ask for; leaves with a message where there is none."""
     try:
         if options.budget_pages is not None:
-            return OvalConfig(**ROUTING, budget_pages=options.budget_pages)
-        return OvalConfig(**ROUTING, budget_ratio=SHARE if options.share is None else options.share)
+            return replace(IMAGE_CONFIG, budget_pages=options.budget_pages)
+        share = SHARE if options.share is None else options.share
+        return replace(IMAGE_CONFIG, budget_pages=None, budget_ratio=share)
     except ValueError as error:
         parser.error(str(error))
 

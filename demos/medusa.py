@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     prompt = _chat(tokenizer, options.prompt)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": options.new_tokens}
     clocks = [TokenClock(options.new_tokens, title) for title in ("plain", "Medusa")]
-    plain: Tensor = model.generate(**prompt, streamer=clocks[0], **settings)  # type: ignore[operator]
+    plain: Tensor = model.generate(**prompt, streamer=clocks[0], **settings)
     drafter = MedusaDrafter(heads)
     fast = speculative_generate(model, prompt, drafter, streamer=clocks[1], **settings)
     looked = speculative_generate(
@@ -80,8 +80,6 @@ def _show(
     fast: SpeculativeOutput,
     clocks: list[TokenClock],
 ) -> None:
-    assert fast.sequences is not None
-    assert fast.stats is not None
     start = prompt.shape[1]
     side_by_side = Table("plain", f"Medusa ([{GUESSED}]guessed[/] and accepted)", expand=True)
     left = Text(str(tokenizer.decode(plain[0, start:], skip_special_tokens=True)))

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 from tqdm import tqdm
-from transformers.generation import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 
 class TokenClock(BaseStreamer):

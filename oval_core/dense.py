@@ -47,9 +47,7 @@ def dense_attention(
     return out
 
 
-def _is_short_chunk(
-    dense_impl: str, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> bool:
+def _is_short_chunk(dense_impl: str, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
     """Whether a few queries read a cache under a mask: transformers would copy the keys for every query head."""
     few = 1 < query.shape[2] <= SHORT_CHUNK_TOKENS and query.shape[1] > key.shape[1]
     shared = mask is not None and mask.shape[1] == 1

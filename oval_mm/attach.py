@@ -29,6 +29,7 @@ from oval_mm.models import family_of
 from oval_mm.page_embeddings import PictureTag, Shown, shown_pictures
 from oval_mm.prompt_reader import Found, PromptReader
 
+IMAGE_CONFIG = OvalConfig(router="basis", shortlist_ratio=0.6)  # measured: README, "Questions about images"
 ENCODER = "get_image_features"
 AUTO = "auto"
 
@@ -47,8 +48,9 @@ def attach(
     Args:
         model: a stock model of `oval_mm.models.FAMILIES`.
         processor: its processor, to check that both count image tokens alike; None: found out at the first image.
-        config: default `OvalConfig()`. Images that are short are paged, too; pages are only left out where
-            the budget is smaller than their number. A `HybridRouter` in it is told what the pictures show.
+        config: default `IMAGE_CONFIG`, which keeps answers best on any device. Images that are short are paged, too;
+            pages are only left out where the budget is smaller than their number. A `HybridRouter` in it is told what
+            the pictures show.
         block: side, in patches, of the square blocks that the pages of a picture show; its square is at most
             `config.page_size`. At the lower and right border of the grid blocks are smaller; a newline token that ends
             a row of patches (LLaVA-NeXT, OneVision) counts as a patch. Tokens whose grid is not known are paged in
@@ -61,11 +63,12 @@ def attach(
         TypeError, ValueError, RuntimeError: not such a model, a processor that does not fit it, a config that cannot
             work, or already attached. The model is unchanged then.
     """
+    config = IMAGE_CONFIG if config is None else config
     router = hybrid_of(getattr(config, "router", None))
     reader = PromptReader(family_of(model, processor), router.of_pictures if router else None)
     if router is not None:
         router.check(model)
-    side = _side(block, (config or OvalConfig()).page_size)
+    side = _side(block, config.page_size)
     handle = Handle(attach_core(model, config), reader, side)
     try:
         handle._install()

@@ -38,8 +38,8 @@ class SpeculativeOutput(ModelOutput):
         cache: the keys and values of all but the last token of each row.
     """
 
-    sequences: Tensor | None = None
-    stats: SpeculativeStats | None = None
+    sequences: Tensor = None  # type: ignore[assignment] # what a ModelOutput asks for
+    stats: SpeculativeStats = None  # type: ignore[assignment]
     cache: Any = None
 
 

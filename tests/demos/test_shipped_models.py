@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from demos.image_qa import IMAGES, ROUTING, SAMPLES
+from demos.image_qa import IMAGES, SAMPLES
 from demos.tiny_llava import FOLDER, Reader, load
 from oval_core import OvalConfig
+from oval_mm import IMAGE_CONFIG
 from oval_mm.pictures import load_picture
 from oval_mm.recipes.answering import ALL, accuracy, packed_answers
 from oval_mm.recipes.clip_to_transformers import build_vision_tower
 from oval_mm.recipes.llava_batches import scene_pack
 from oval_mm.recipes.scenes import make_scene
 
+SPARSE = replace(IMAGE_CONFIG, budget_pages=None, budget_ratio=0.25)
 CLIP = FOLDER.with_name("tiny-clip")
 
 
@@ -35,7 +38,7 @@ def test_the_tower_is_that_of_the_clip(llava: tuple[Any, Any]) -> None:
         torch.testing.assert_close(weight, weights[name], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("config", [None, OvalConfig(**ROUTING, budget_ratio=0.25)], ids=["dense", "OVAL"])
+@pytest.mark.parametrize("config", [None, SPARSE], ids=["dense", "OVAL"])
 def test_the_samples_are_answered(llava: tuple[Any, Any], config: OvalConfig | None) -> None:
     for name, turns in SAMPLES.items():
         reader, said = Reader(*llava, [load_picture(IMAGES / name)], config), list[tuple[str, str]]()
