@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from oval_core.training_state import share_of_rate
 from oval_mm.concepts import SCENE, concept_list, make_concept_space
 from oval_mm.head_file import save_head
 from oval_mm.hybrid_head import DIM, HeadSizes, HybridHead
@@ -42,7 +43,6 @@ from oval_mm.page_embeddings import (
 )
 from oval_mm.recipes.llava_batches import SOURCES, Pack, packs
 from oval_mm.recipes.tiny_llava import load_llava
-from oval_mm.recipes.training_state import share_of_rate
 
 READ_SHARE = 0.25  # of the image pages, for the recalls
 WEIGHT_DECAY, LARGEST_GRADIENT = 0.01, 1.0

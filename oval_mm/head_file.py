@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oval_core.tensor_file import read_tensors, require_tensors
 from oval_mm.concepts import TENSORS, ConceptSpace
 from oval_mm.hybrid_head import HeadSizes, HybridHead
 from oval_mm.page_embeddings import (
@@ -58,29 +59,12 @@ def load_head(path: Path) -> tuple[HybridHead, PageEmbedding]:
         FileNotFoundError: there is no such file.
         ValueError: it is another file, or an entry of its metadata, a tensor's name, shape or dtype is not as expected.
     """
-    metadata, tensors = _read(path)
+    metadata, tensors = read_tensors(path, "a hybrid head")
     about = _about(path, metadata)
-    expected = {name: (torch.float32, shape) for name, shape in _shapes(about).items()}
-    found = {name: (tensor.dtype, [*tensor.shape]) for name, tensor in tensors.items()}
-    for name in sorted({*expected, *found}):
-        if expected.get(name) != found.get(name):
-            raise ValueError(f"{path}: expected tensor {name} to be {expected.get(name)}, got {found.get(name)}")
+    require_tensors(path, tensors, torch.float32, _shapes(about))
     head = HybridHead(HeadSizes(**{name: about[name] for name in SIZES}))
     head.load_state_dict({name: tensors[f"head.{name}"] for name in PARAMETERS})
     return head.requires_grad_(False), _embedding(about, tensors)
-
-
-def _read(path: Path) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise FileNotFoundError(f"expected a hybrid head in {path}, got no file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{path}: expected a hybrid head, got no safetensors file ({error})") from None
 
 
 def _about(path: Path, metadata: Mapping[str, str]) -> About:

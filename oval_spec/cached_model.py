@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -55,18 +55,12 @@ class CachedModel:
     @contextmanager
     def watch_hidden(self) -> Iterator[None]:
         """Keep what the head is given, in `hidden`. Raises ValueError if the model has no head."""
-        head = self.model.get_output_embeddings()
-        if head is None:
-            raise ValueError(f"{type(self.model).__name__} has no output embeddings")
 
-        def note(module: Any, args: tuple[Any, ...]) -> None:
-            self.hidden = args[0]
+        def note(hidden: Tensor) -> None:
+            self.hidden = hidden
 
-        hook = head.register_forward_pre_hook(note)
-        try:
+        with watch_head(self.model, note):
             yield
-        finally:
-            hook.remove()
 
     @contextmanager
     def reading(self, config: OvalConfig, router: Router | None = None) -> Iterator[None]:
@@ -88,6 +82,8 @@ class CachedModel:
             rows = out.logits.shape[0]
             positions = torch.full((rows, 1), self.cache.get_seq_length() - 1, device=out.logits.device)
         self._next_position = positions[..., -1] + 1
+        if self.hidden is not None:
+            self.hidden = self.hidden[:, -1:]  # models that know no `logits_to_keep` give the head every token
         logits: Tensor = out.logits[:, -1]
         return logits
 
@@ -159,6 +155,28 @@ class CachedModel:
 def dense(config: OvalConfig) -> OvalConfig:
     """The same paging, but everything is read."""
     return replace(config, min_context_tokens=NEVER_TOKENS, always_paged=False)
+
+
+def head_of(model: PreTrainedModel) -> Any:
+    """The module that turns hidden states into logits. Raises ValueError if the model has none."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings")
+    return head
+
+
+@contextmanager
+def watch_head(model: PreTrainedModel, note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hand over what the head of `model` is given at every pass. Raises ValueError if the model has no head."""
+
+    def before_forward(module: Any, args: tuple[Any, ...]) -> None:
+        note(args[0])
+
+    hook = head_of(model).register_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _ancestors(tree: Tree, nodes: int) -> Tensor:

@@ -14,6 +14,16 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from oval_core.training_state import (
+    Content,
+    StateFile,
+    ignore_interrupts,
+    interrupts_wait,
+    make_accelerator,
+    require_same,
+    share_of_rate,
+    write_whole,
+)
 from oval_mm.recipes.clip_accuracy import ClipAccuracy, HeldOut
 from oval_mm.recipes.clip_batches import ClipBatch, ClipBatches
 from oval_mm.recipes.muon import advance, make_optimizers, restore
@@ -26,15 +36,6 @@ from oval_mm.recipes.tiny_clip import (
     load_clip,
     save_clip,
     word_embeddings,
-)
-from oval_mm.recipes.training_state import (
-    StateFile,
-    ignore_interrupts,
-    interrupts_wait,
-    make_accelerator,
-    require_same,
-    share_of_rate,
-    write_whole,
 )
 
 STEPS, BATCH = 700, 64
@@ -117,10 +118,7 @@ class _Run:
                 bar.update()
                 if self.step % REPORT_EVERY == 0 and self.step < self.steps:
                     bar.write(f"CLIP step {self.step}: loss {loss:.3f}, {held_out.measure(self.model)}")
-                if interrupted() or self.state.is_due():
-                    self._save()
-                if interrupted():
-                    raise KeyboardInterrupt
+                self.state.after_step(self._content, interrupted())
 
     def _advance(self, batch: ClipBatch) -> float:
         """One step; its loss."""
@@ -133,9 +131,9 @@ class _Run:
         self.step += 1
         return loss.item()
 
-    def _save(self) -> None:
+    def _content(self) -> Content:
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        self.state.save({"step": self.step, "model": self.model.state_dict(), "optimizers": optimizers})
+        return {"step": self.step, "model": self.model.state_dict(), "optimizers": optimizers}
 
 
 def loss_of(model: Any, batch: ClipBatch) -> Tensor:

@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from oval_mm.recipes.answering import accuracy, answers_in
-from oval_mm.recipes.llava_batches import Batch, Pack, packs
-from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, Seen, Stage, StepBatches, batch_of
-from oval_mm.recipes.muon import advance, make_optimizers, restore
-from oval_mm.recipes.question_packing import packed_outputs, symbol_features
-from oval_mm.recipes.tiny_llava import save_llava
-from oval_mm.recipes.training_state import (
+from oval_core.training_state import (
+    Content,
     StateFile,
     interrupts_wait,
     make_accelerator,
@@ -30,6 +26,12 @@ from oval_mm.recipes.training_state import (
     share_of_rate,
     write_whole,
 )
+from oval_mm.recipes.answering import accuracy, answers_in
+from oval_mm.recipes.llava_batches import Batch, Pack, packs
+from oval_mm.recipes.llava_plan import LANGUAGE, PROJECTOR, Seen, Stage, StepBatches, batch_of
+from oval_mm.recipes.muon import advance, make_optimizers, restore
+from oval_mm.recipes.question_packing import packed_outputs, symbol_features
+from oval_mm.recipes.tiny_llava import save_llava
 
 REPORTS, HELD_OUT_PACKS = 10, 12  # reports a stage, packs a source that they are measured on
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
@@ -115,7 +117,7 @@ class _Run:
         held_out = held_out_of(stage, batches.size_px, held_out_packs)
         self._take_steps(stage, optimizers, batches, held_out)
         self.stages_done, self.step = self.stages_done + 1, 0
-        self._save([])
+        self.state.save(self._content([]))
         found = self._measure(stage, held_out)
         print(f"{stage.name} done: {_shown(found)}")
         return found
@@ -133,10 +135,7 @@ class _Run:
                 if self.step % math.ceil(stage.steps / REPORTS) == 0 and self.step < stage.steps:
                     found = _shown(self._measure(stage, held_out))
                     bar.write(f"{stage.name} step {self.step}: loss {loss:.3f}; {found}")
-                if interrupted() or self.state.is_due():
-                    self._save(optimizers)
-                if interrupted():
-                    raise KeyboardInterrupt
+                self.state.after_step(partial(self._content, optimizers), interrupted())
 
     def _advance(self, stage: Stage, optimizers: Optimizers, batches: Sequence[Batch]) -> float:
         """One step; its loss: the mean over the tokens of all answers, or over all images."""
@@ -168,9 +167,9 @@ class _Run:
                 for source, some in held_out.items()
             }
 
-    def _save(self, optimizers: Optimizers) -> None:
+    def _content(self, optimizers: Optimizers) -> Content:
         content = {"stages_done": self.stages_done, "step": self.step, "model": self.model.state_dict()}
-        self.state.save(content | {"optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+        return content | {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}
 
 
 def distance(model: Any, batch: Batch) -> Tensor:

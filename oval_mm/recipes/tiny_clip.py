@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from oval_core.training_state import write_whole
 from oval_mm.recipes.clip_captions import CAPTION_WORDS
-from oval_mm.recipes.training_state import write_whole
 
 IMAGE_MEAN = IMAGE_STD = (0.5, 0.5, 0.5)  # of pixels in [0, 1]
 CONTEXT = 50  # tokens: six objects with a glyph each are 47 words, and there are a begin and an end

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from oval_core.training_state import StateFile
 from oval_mm.recipes import llava_training
 from oval_mm.recipes.easy_vqa import ImageQuestions
 from oval_mm.recipes.llava_batches import (
@@ -23,7 +24,6 @@ from oval_mm.recipes.llava_training import distance, train_llava, trained_parts
 from oval_mm.recipes.muon import make_optimizers
 from oval_mm.recipes.scenes import make_scene, split_of
 from oval_mm.recipes.tiny_llava import load_llava
-from oval_mm.recipes.training_state import StateFile
 from tests.mm.test_tiny_llava import tiny_llava
 
 ONE = (Phase(0, {"one": 1}),)

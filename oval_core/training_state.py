@@ -77,6 +77,13 @@ class StateFile:
         """Whether `every_s` seconds have passed since the last save."""
         return time.monotonic() - self._written_at >= self.every_s
 
+    def after_step(self, content: Callable[[], Content], interrupted: bool) -> None:
+        """Save what `content()` gives if that is due. Raises KeyboardInterrupt, having saved, if `interrupted`."""
+        if interrupted or self.is_due():
+            self.save(content())
+        if interrupted:
+            raise KeyboardInterrupt
+
     def remove(self) -> None:
         """The training is finished."""
         self.path.unlink(missing_ok=True)
