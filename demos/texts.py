@@ -2,8 +2,13 @@
 
 `novel` is kept in the repository; `reference` and `code` come with every Python installation, so their exact words
 follow the version of Python that runs.
+
+    python -m demos.texts DIR
+
+writes all of them to files.
 """
 
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,3 +59,16 @@ def _module_source(name: str) -> str:
 
 _LOADERS: dict[str, Callable[[], str]] = {"novel": _novel, "reference": _reference, "code": _code}
 TEXTS = tuple(_LOADERS)
+
+
+def write_texts(folder: Path) -> None:
+    """Write every text to `folder/<name>.txt`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TEXTS:
+        (folder / f"{name}.txt").write_text(load_text(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m demos.texts DIR")
+    write_texts(Path(sys.argv[1]))

@@ -18,6 +18,7 @@ from oval_core.routers import Router
 from oval_spec.tree import Tree
 
 NEVER_TOKENS = 2**62  # shorter contexts are read densely
+PAGING = ("page_size", "seal_tokens", "rank", "router")  # what cannot change once there are pages
 DENSE = OvalConfig(router="box", impl="reference", min_context_tokens=NEVER_TOKENS)  # with the cheapest metadata
 
 
@@ -26,7 +27,7 @@ class CachedModel:
 
     Args:
         model: attached to OVAL.
-        config: how its cache is paged and read.
+        config: how its cache is paged and read; a cache that is paged already stays so.
         cache: to go on from; None: an empty one.
 
     Raises:
@@ -37,10 +38,14 @@ class CachedModel:
     """
 
     def __init__(self, model: PreTrainedModel, config: OvalConfig, cache: Any = None) -> None:
-        self.model, self.config = model, config
+        self.model = model
         self.cache = _paged_cache(model, config, cache)
+        self.config = replace(config, **{name: getattr(self.layers[0].config, name) for name in PAGING})
+        for layer in self.layers:
+            layer.config = self.config
         self.hidden: Tensor | None = None
         self._next_position = torch.zeros(0)  # int64 [..., B], of each row's next token
+        self._visible: Tensor | None = None  # bool [B, n], which of the first n tokens may be read; None: all
 
     @property
     def layers(self) -> list[OvalLayer]:
@@ -77,6 +82,8 @@ class CachedModel:
     def prefill(self, model_inputs: dict[str, Any]) -> Tensor:
         """Read the prompt, given as `prepare_inputs_for_generation` makes it; logits of the next token `[B, V]`."""
         out = self.model(**{**model_inputs, "cache": self.cache, "use_cache": True}, return_dict=True)
+        mask = model_inputs.get("attention_mask")  # a layer that cannot be paged never learns what it hides
+        self._visible = None if mask is None else mask.bool()
         positions = model_inputs.get("position_ids")
         if positions is None:
             rows = out.logits.shape[0]
@@ -113,6 +120,10 @@ class CachedModel:
         logits: Tensor = out.logits
         return logits
 
+    def positions_ahead(self, count: int) -> Tensor:
+        """Of the next `count` tokens of each row, int64 `[B, count]` (or as the model has them)."""
+        return self._next_position[..., None] + torch.arange(count, device=self._next_position.device)
+
     def keep(self, nodes: int, paths: Sequence[Sequence[int] | None]) -> None:
         """Of each row's newest `1 + nodes` tokens keep the root and the nodes of a path; None: not even the root."""
         start = [length - 1 - nodes for length in self.lengths]
@@ -140,14 +151,16 @@ class CachedModel:
 
     def _mask(self, trees: Sequence[Tree], nodes: int) -> Tensor | None:
         """Who reads whom, bool `[B, 1, 1 + nodes, T + 1 + nodes]`; None: everyone what is before."""
-        store = self.layers[0].store
-        alike = not store.is_ragged and store.visible is None and min(map(len, trees)) == nodes
+        store, visible = self.layers[0].store, self._visible
+        alike = not store.is_ragged and visible is None and min(map(len, trees)) == nodes
         if alike and all(tree.is_chain for tree in trees):
             return None
         device, tokens = self._next_position.device, store.num_tokens
         mask = torch.zeros(len(trees), 1, 1 + nodes, tokens + 1 + nodes, dtype=torch.bool, device=device)
         for row, (tree, length) in enumerate(zip(trees, store.lengths, strict=True)):
-            mask[row, :, :, :length] = True if store.visible is None else store.visible[row, :length]
+            mask[row, :, :, :length] = True
+            if visible is not None:
+                mask[row, :, :, : min(length, visible.shape[1])] = visible[row, :length]
             mask[row, 0, :, length : length + 1 + nodes] = _ancestors(tree, nodes).to(device)
         return mask
 
@@ -188,14 +201,16 @@ def _ancestors(tree: Tree, nodes: int) -> Tensor:
 
 
 def _paged_cache(model: PreTrainedModel, config: OvalConfig, cache: Any) -> DynamicCache:
-    """A cache whose layers are all paged; a filled `DynamicCache` is taken over, in place."""
+    """A cache whose layers are all paged; one that is given is taken over, in place."""
     if not isinstance(cache, DynamicCache | None) or getattr(cache, "offloading", False):
         raise ValueError(
             "speculative decoding takes rejected tokens back, row by row, from a DynamicCache or an OvalCache; "
             f"got {'an offloaded ' if isinstance(cache, DynamicCache) else ''}{type(cache).__name__}"
         )
     if cache is None or not cache.get_seq_length():
-        cache = OvalCache(model.config.get_text_config(decoder=True), config)
+        new = OvalCache(model.config.get_text_config(decoder=True), config)
+        cache = new if cache is None else cache
+        cache.layers, cache.layer_class_to_replicate = new.layers, None
     page_layers(cache, config)
     others = sorted({type(layer).__name__ for layer in cache.layers if not isinstance(layer, OvalLayer)})
     if others:

@@ -5,6 +5,7 @@ texts ── draft ──> trees ── read ──> logits ── walk ──> 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.utils.generic import ModelOutput
 
 from oval_core import OvalConfig, attach
@@ -26,6 +33,8 @@ from oval_spec.pace import Pace
 from oval_spec.stats import SpeculativeStats
 from oval_spec.text import Text
 from oval_spec.verification import ReadingPlan, Verification
+
+ONE_ROW = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)  # they remember rows
 
 
 @dataclass
@@ -64,7 +73,8 @@ def speculative_generate(
         drafter: proposes how the texts go on.
         mode: "exact": the target reads its whole cache, so that greedy text is that of `model.generate` and sampled
             text has its distribution. "pages": it reads few pages, see `reads`.
-        config: how the target's cache is paged and, in mode "pages", read; default `OvalConfig()`.
+        config: how the target's cache is paged and, in mode "pages", read; default `OvalConfig()`. A `cache` that is
+            paged already keeps its pages and their router.
         reads: in mode "pages", what a verification reads exactly. D are the pages that the drafter expects the target
             to need, T those that the target's router chooses for its last state. "agreed": D & T, and D | T where that
             leaves too much of the attention uncovered; "union": D | T; "own": what the router chooses for the drafted
@@ -75,19 +85,16 @@ def speculative_generate(
         look_every: measure D and T, and what they cover, at every n-th verification, which costs a dense read; in mode
             "exact" that verification reads D & T first, then the rest of D | T, then everything else. None: never.
         adapt: draft less, and then nothing for a while, where drafts keep being refused.
-        generate: any argument of `model.generate` but beams, scores, attentions and hidden states.
+        generate: any argument of `model.generate` but beams, scores, attentions and hidden states. A `streamer` needs
+            a single row, and so do logits processors that remember the steps of all rows.
 
     Raises:
         TypeError, ValueError: naming what was expected and what came, before anything is generated.
     """
+    if not isinstance(inputs, Tensor | Mapping):
+        raise TypeError(f"inputs must be a tensor of token ids or a mapping of tensors, got {type(inputs).__name__}")
     arguments = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
-    generate = {**arguments, **generate}
-    tokenizer, stop_strings = generate.pop("tokenizer", None), generate.pop("stop_strings", None)
-    if stop_strings is not None:  # `generate` hands neither them nor a streamer to a `custom_generate`
-        if tokenizer is None:
-            raise ValueError("stop_strings needs tokenizer=..., got None")
-        criterion = StopStringCriteria(tokenizer, stop_strings)
-        generate["stopping_criteria"] = [*(generate.get("stopping_criteria") or []), criterion]
+    generate = _stop_at_strings({**arguments, **generate})
     method = partial(
         speculative_decoding,
         streamer=generate.pop("streamer", None),
@@ -100,9 +107,26 @@ def speculative_generate(
         adapt=adapt,
     )
     decode: Any = model.generate
-    out = decode(**generate, return_dict_in_generate=True, custom_generate=method)
+    out = decode(**{**generate, "return_dict_in_generate": True, "custom_generate": method})
     assert isinstance(out, SpeculativeOutput)
     return out
+
+
+def _stop_at_strings(generate: dict[str, Any]) -> dict[str, Any]:
+    """Stop strings and tokenizer as a criterion: `generate` hands no tokenizer on to a `custom_generate`."""
+    others = {**generate}
+    tokenizer, strings = others.pop("tokenizer", None), others.pop("stop_strings", None)
+    given = others.get("generation_config")
+    if given is not None and given.stop_strings is not None:
+        strings = given.stop_strings if strings is None else strings
+        others["generation_config"] = copy.deepcopy(given)
+        others["generation_config"].stop_strings = None
+    if strings is None:
+        return others
+    if tokenizer is None:
+        raise ValueError("stop_strings needs tokenizer=..., got None")
+    criteria = [*(others.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    return {**others, "stopping_criteria": criteria}
 
 
 def speculative_decoding(
@@ -131,6 +155,7 @@ def speculative_decoding(
     """
     plan = ReadingPlan(mode, reads, check_every, look_every)
     _check(model, generation_config, drafter, plan, config, synced_gpus)
+    _check_rows(len(input_ids), logits_processor, streamer)
     wanted = Wanted(logits_processor, stopping_criteria, generation_config.do_sample, streamer)
     config = config or (OvalConfig() if mode == "pages" else drafter.paging or DENSE)
     with torch.no_grad(), nullcontext() if binding_of(model) else attach(model, config):
@@ -168,6 +193,15 @@ def _check(
     drafter.check(model)
 
 
+def _check_rows(rows: int, processors: Any, streamer: Any) -> None:
+    """Refuse what cannot be done for several rows, each of which goes its own way."""
+    bound = sorted({type(processor).__name__ for processor in processors if isinstance(processor, ONE_ROW)})
+    if rows > 1 and bound:
+        raise ValueError(f"{', '.join(bound)} can only be used with one row, got {rows}")
+    if rows > 1 and streamer is not None:
+        raise ValueError(f"a streamer needs a single row, got {rows}")
+
+
 def _check_generation(generation_config: GenerationConfig, synced_gpus: bool) -> None:
     if generation_config.num_beams > 1:
         raise ValueError(f"speculative decoding needs num_beams=1, got {generation_config.num_beams}")
@@ -186,6 +220,8 @@ def _prompt(
 ) -> dict[str, Any]:
     """The arguments of the first pass. What a filled cache holds already is left out."""
     held = target.cache.get_seq_length()
+    if held and len(set(target.lengths)) > 1:
+        raise ValueError(f"the rows of the cache hold {target.lengths} tokens: such rows can only go on alone")
     new = input_ids.shape[1] - held if held else None
     if new is not None and new < 1:
         raise ValueError(

@@ -61,7 +61,7 @@ class Generation:
 
     def through(self, model_inputs: dict[str, Any]) -> None:
         """Read the prompt and let all texts grow to their ends."""
-        with self.stats.timed("prefill"):
+        with self.stats.timed("prefill"), self.verification.of_prompt():
             logits = self.target.prefill(model_inputs)
         self._uncached = self.target.lengths[0] - len(self.texts[0])
         if self.wanted.streamer is not None:
@@ -69,12 +69,12 @@ class Generation:
         with self.drafter.begin(self.target, model_inputs, self.texts):
             self._follow([Tree()] * len(self.texts), logits[:, None])
             self._checked = [len(text) for text in self.texts]
+            self._stream()
             while any(self.running):
                 self._step(self._draft())
                 if self._check_is_due():
                     self._check()
                 self._stream()
-        self._stream()
         if self.wanted.streamer is not None:
             self.wanted.streamer.end()
         if self.verification.router is not None and self.verification.router.stats.looks:
@@ -96,39 +96,40 @@ class Generation:
 
     def _step(self, trees: list[Tree]) -> None:
         """One pass of the target; the texts grow."""
-        paths = self._verify(trees, self.verification.how(any(map(len, trees))), "verify")
-        drafted = [(tree, path) for tree, path in zip(trees, paths, strict=True) if path is not None and len(tree)]
-        self.stats.history.append([None if path is None else len(path) for path in paths])
-        for tree, path in drafted:
-            self.stats.count(tree, path)
+        walks = self._verify(trees, self.verification.how(any(map(len, trees))), "verify")
+        drafted = [(tree, found) for tree, found in zip(trees, walks, strict=True) if found is not None and len(tree)]
+        self.stats.history.append([None if found is None else len(found.path) for found in walks])
+        for tree, found in drafted:
+            self.stats.count(tree, found)
         if drafted:
-            self.pace.record(sum(len(path) for _, path in drafted) / len(drafted))
+            self.pace.record(sum(len(found.path) for _, found in drafted) / len(drafted))
 
-    def _verify(self, trees: list[Tree], how: AbstractContextManager[Any], phase: str) -> list[list[int] | None]:
-        """Read the trees, follow them, keep the paths; those, None for a row that had ended before."""
+    def _verify(self, trees: list[Tree], how: AbstractContextManager[Any], phase: str) -> list[Walk | None]:
+        """Read the trees, follow them, keep the paths; None for a row that had ended before."""
         with self.stats.timed(phase), how:
             logits = self.target.read([text.tokens[-1] for text in self.texts], trees)
-            paths = self._follow(trees, logits)
-            self.target.keep(max(map(len, trees)), paths)
+            walks = self._follow(trees, logits)
+            self.target.keep(max(map(len, trees)), [None if found is None else found.kept for found in walks])
         self.stats.steps += 1
-        return paths
+        return walks
 
-    def _follow(self, trees: Sequence[Tree], logits: Tensor) -> list[list[int] | None]:
+    def _follow(self, trees: Sequence[Tree], logits: Tensor) -> list[Walk | None]:
         """Let every running text grow along its tree."""
         walks: list[Walk | None] = []
         for row, (tree, text) in enumerate(zip(trees, self.texts, strict=True)):
             before = len(text)
-            walks.append(walk(tree, text, self._choose(logits[row]), self._stop) if self.running[row] else None)
+            choose = self._choose(row, logits[row])
+            walks.append(walk(tree, text, choose, self._stop) if self.running[row] else None)
             self.stats.tokens += len(text) - before
         self.running = [found is not None and not found.stopped for found in walks]
         last = torch.tensor([0 if found is None else 1 + found.last for found in walks], device=logits.device)
         self.verification.passed(last)
         if self.target.hidden is not None:
             self._hidden = self.target.hidden[torch.arange(len(walks), device=logits.device), last]
-        return [None if found is None else found.path for found in walks]
+        return walks
 
-    def _choose(self, logits: Tensor) -> Choose:
-        return make_choose(logits, self.wanted.processors, self.wanted.do_sample)
+    def _choose(self, row: int, logits: Tensor) -> Choose:
+        return make_choose(logits, self.wanted.processors, self.wanted.do_sample, row, len(self.texts))
 
     def _check_is_due(self) -> bool:
         if self.check_every is None:
@@ -139,13 +140,11 @@ class Generation:
 
     def _check(self) -> None:
         """Read densely what was said since the last check: the draft is what the pages made the target say."""
-        trees, self.running = (
-            [],
-            [
-                len(text) > checked or goes_on
-                for text, checked, goes_on in zip(self.texts, self._checked, self.running, strict=True)
-            ],
-        )
+        trees = []
+        self.running = [
+            len(text) > checked or goes_on
+            for text, checked, goes_on in zip(self.texts, self._checked, self.running, strict=True)
+        ]
         for text, checked in zip(self.texts, self._checked, strict=True):
             trees.append(Tree.chain(text.tokens[checked:]))
             self.stats.tokens -= len(text) - checked
@@ -156,10 +155,10 @@ class Generation:
                 for checked, goes_on, have in zip(self._checked, self.running, self.target.lengths, strict=True)
             ]
         )
-        paths = self._verify(trees, self.verification.densely(), "check")
-        for tree, path in zip(trees, paths, strict=True):
+        walks = self._verify(trees, self.verification.densely(), "check")
+        for tree, found in zip(trees, walks, strict=True):
             self.stats.checked += len(tree)
-            self.stats.retracted += len(tree) - len(path or [])
+            self.stats.retracted += len(tree) - (0 if found is None else len(found.path))
         self._checked = [len(text) for text in self.texts]
 
     def _stream(self) -> None:

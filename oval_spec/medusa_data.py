@@ -29,7 +29,7 @@ class DataSettings:
 
     Args:
         tokens: to learn from, about; prompts and what follows them.
-        prompt_tokens: of each prompt.
+        prompt_tokens: of each prompt, with what frames it.
         new_tokens: that the target says after each prompt, at most.
         temperature: of what it says to learn from; 0: greedily. What is held out is always greedy.
         held_out: share of every text that nothing is learned from, and of the prompts that come from there.
@@ -69,24 +69,34 @@ class Lessons(NamedTuple):
     labels: Tensor
 
 
+class Frame(NamedTuple):
+    """Token ids that stand before and after a passage: nothing, or a chat in which someone asks about it."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 def cut_prompts(
-    texts: Mapping[str, Tensor], settings: DataSettings, prefix: Sequence[int] = ()
+    texts: Mapping[str, Tensor], settings: DataSettings, frames: Sequence[Frame] = (Frame(),)
 ) -> tuple[Tensor, Tensor]:
     """Prompts to learn from, and held-out ones from the ends of the texts, evenly spread over them.
 
     Args:
         texts: token ids `[t]` by name.
         settings: how many, and how long.
-        prefix: what the tokenizer puts before every text.
+        frames: what passages are put into, in turn.
 
-    Returns: int64 `[N, prefix + prompt_tokens]`, and the same with another N.
+    Returns: int64 `[N, prompt_tokens]`, and the same with another N.
 
     Raises:
-        ValueError: no texts, or one too short for a prompt on both sides.
+        ValueError: no texts, one too short for a prompt on both sides, or frames that leave no room for a passage.
     """
     if not texts:
         raise ValueError("texts must hold at least one text, got none")
     window, learned, kept = settings.prompt_tokens, [], []
+    longest = max(len(frame.before) + len(frame.after) for frame in frames)
+    if longest >= window:
+        raise ValueError(f"prompt_tokens must be more than the {longest} of the longest frame, got {window}")
     for name, text in texts.items():
         held = max(window, round(settings.held_out * len(text)))
         if len(text) < held + window:
@@ -94,18 +104,21 @@ def cut_prompts(
         learned.append(text[:-held])
         kept.append(text[-held:])
     count = math.ceil(settings.tokens / (window + settings.new_tokens))
-    before = torch.tensor(prefix, dtype=torch.long)
-    return _windows(learned, count, window, before), _windows(kept, round(settings.held_out * count), window, before)
+    return _windows(learned, count, window, frames), _windows(kept, round(settings.held_out * count), window, frames)
 
 
-def _windows(texts: Sequence[Tensor], count: int, window: int, before: Tensor) -> Tensor:
+def _windows(texts: Sequence[Tensor], count: int, window: int, frames: Sequence[Frame]) -> Tensor:
     """About `count` windows, at least one of each text."""
     total, found = sum(map(len, texts)), []
     for text in texts:
         starts = torch.linspace(0, len(text) - window, max(1, round(count * len(text) / total))).long()
         found.append(text.unfold(0, window, 1)[starts])
     rows = torch.cat(found)
-    return torch.cat([before.expand(len(rows), -1), rows], dim=1)
+    for number, (before, after) in enumerate(frames):
+        framed = rows[number :: len(frames)]  # a view
+        framed[:, : len(before)] = torch.tensor(before, dtype=torch.long)
+        framed[:, window - len(after) :] = torch.tensor(after, dtype=torch.long)
+    return rows
 
 
 def go_on(

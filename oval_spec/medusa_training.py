@@ -41,12 +41,13 @@ from oval_core.training_state import (
 )
 from oval_spec.cached_model import head_of
 from oval_spec.drafters.base import check_count
-from oval_spec.medusa_data import DataSettings, Lessons, cut_prompts, go_on, read_lessons
+from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons
 from oval_spec.medusa_heads import MedusaHeads
 from oval_spec.medusa_learning import Measured, drawn, learn, measure
 
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
 LARGEST_GRADIENT = 1.0
+PASSAGE = "{a passage}"  # stands for it while the chat template is taken apart
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def train_medusa(
     texts: Mapping[str, Tensor],
     data: DataSettings | None = None,
     training: TrainingSettings | None = None,
-    prefix: Sequence[int] = (),
+    frames: Sequence[Frame] = (Frame(),),
 ) -> Measured:
     """Train heads, or finish training them, and leave them in `out`; what they can do.
 
@@ -97,7 +98,7 @@ def train_medusa(
         model: the target, in eval mode; left as it is.
         texts: token ids `[t]` by name.
         data, training: default settings if None.
-        prefix: what the tokenizer puts before every text.
+        frames: what passages of the texts are put into, in turn, to make prompts.
 
     Raises:
         ValueError: a text is too short, `new_tokens` are too few for the heads, or `out` holds a training with other
@@ -107,8 +108,8 @@ def train_medusa(
     data, training = data or DataSettings(), training or TrainingSettings()
     if data.new_tokens <= training.heads:
         raise ValueError(f"{training.heads} heads need new_tokens > {training.heads}, got {data.new_tokens}")
-    source = {"model": model.config.name_or_path, "texts": _digests(texts), "prefix": [*prefix]}
-    source |= dataclasses.asdict(data)
+    source: Content = {"model": model.config.name_or_path, "texts": _digests(texts)}
+    source |= {"frames": [[*map(list, frame)] for frame in frames], **dataclasses.asdict(data)}
     about, record = source | dataclasses.asdict(training), out / RECORD_FILE
     if record.exists():
         found = json.loads(record.read_text())
@@ -116,7 +117,7 @@ def train_medusa(
         return Measured(**found["measured"])
     with _frozen(model):
         run = _Run(model, training, data.seed, StateFile(out / STATE_FILE, about))
-        learned, held_out = _lessons(out, model, cut_prompts(texts, data, prefix), data, training.heads, source)
+        learned, held_out = _lessons(out, model, cut_prompts(texts, data, frames), data, training.heads, source)
         run.through(learned)
         measured = measure(run.heads, head_of(model), held_out)
     run.finish(record, measured)
@@ -224,9 +225,22 @@ def main(arguments: list[str] | None = None) -> None:
         for name, text in texts.items()
     }
     try:
-        train_medusa(options.out, model, tokens, data, training, tokenizer("")["input_ids"])
+        train_medusa(options.out, model, tokens, data, training, _frames(tokenizer, options.instruction))
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on where this one stopped")
+
+
+def _frames(tokenizer: Any, instructions: Sequence[str]) -> list[Frame]:
+    """Bare passages, and chats in which a passage is followed by an instruction."""
+    frames = [Frame(before=tuple(tokenizer("")["input_ids"]))]
+    for instruction in instructions:
+        words = f"{PASSAGE}\n\n{instruction}"
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True
+        )
+        sides = [tokenizer(side, add_special_tokens=False)["input_ids"] for side in chat.split(PASSAGE)]
+        frames.append(Frame(*map(tuple, sides)))
+    return frames
 
 
 def _settings(kind: Any, options: argparse.Namespace) -> Any:
@@ -254,6 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     shown = "(default: %(default)s)"
     add("--model", required=True, help="folder or name of the target")
     add("--text", type=Path, nargs="+", required=True, help="text files, UTF-8")
+    add("--instruction", nargs="+", default=[], help="to put after passages, as chats, in turn with bare passages")
     add("--out", type=Path, required=True, help="folder to write into")
     add("--heads", type=int, default=training.heads, help=f"how many {shown}")
     add("--blocks", type=int, default=training.blocks, help=f"residual blocks of each {shown}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from oval_spec.page_sets import PageSetStats
 from oval_spec.tree import Tree
+from oval_spec.verify import Walk
 
 
 @dataclass
@@ -60,15 +61,16 @@ class SpeculativeStats:
         finally:
             self.seconds[phase] += time.perf_counter() - begin
 
-    def count(self, tree: Tree, path: list[int]) -> None:
-        """A row had this draft and accepted this path of it."""
+    def count(self, tree: Tree, found: Walk) -> None:
+        """A row had this draft, and this came of it."""
         if not len(tree):
             return
         self.drafted_steps += 1
-        self.accepted[len(path)] += 1
-        node = path[-1] if path else -1
-        for depth in range(1, len(path) + 1):
+        accepted = len(found.path)
+        self.accepted[accepted] += 1
+        for depth in range(1, accepted + 1):
             self.tried_at[depth] += 1
             self.accepted_at[depth] += 1
-        if node in tree.parents:
-            self.tried_at[len(path) + 1] += 1
+        ended_by_draft = len(found.kept) < accepted
+        if not ended_by_draft and found.last in tree.parents:
+            self.tried_at[accepted + 1] += 1

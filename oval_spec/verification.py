@@ -80,6 +80,11 @@ class Verification:
             return self.target.reading(paged, router)
         return self.densely()
 
+    def of_prompt(self) -> AbstractContextManager[Any]:
+        """How the prompt is read: as the text after it, or exactly where that is checked."""
+        exact = self.plan.mode == "exact" or self.plan.check_every is not None
+        return self.densely() if exact else nullcontext()
+
     def densely(self) -> AbstractContextManager[Any]:
         """Everything."""
         return self.target.reading(dense(self.target.config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from oval_spec.cached_model import CachedModel, head_of
 from oval_spec.drafters.base import Drafter, Seen, check_count
 from oval_spec.medusa_heads import MedusaHeads
+from oval_spec.page_sets import Ask
+from oval_spec.predicted_queries import PredictedQueries
 from oval_spec.text import Text
 from oval_spec.tree import Tree, check_paths, likely_paths
 
@@ -58,6 +60,8 @@ class MedusaDrafter(Drafter):
         self.most_tokens = len(self.paths)
         self._target: CachedModel | None = None
         self._ready: MedusaHeads | None = None  # on the device and in the dtype of the hidden states
+        self._queries: PredictedQueries | None = None  # None: the target's cannot be predicted
+        self._states: Tensor | None = None  # of the last draft, [depths, B, hidden]
 
     def check(self, target: PreTrainedModel) -> None:
         """See `Drafter.check`."""
@@ -71,10 +75,12 @@ class MedusaDrafter(Drafter):
         """See `Drafter.begin`."""
         assert target.hidden is not None
         self._target, self._ready = target, deepcopy(self.heads).to(target.hidden)
+        with suppress(ValueError):
+            self._queries = PredictedQueries(target.model)
         try:
             yield
         finally:
-            self._target, self._ready = None, None
+            self._target, self._ready, self._queries, self._states = None, None, None, None
 
     def draft(self, seen: Seen, most: int) -> list[Tree]:
         """See `Drafter.draft`."""
@@ -86,13 +92,20 @@ class MedusaDrafter(Drafter):
             for row, goes_on in enumerate(seen.running)
         ]
 
+    def expects(self, layer_idx: int, ask: Ask) -> Tensor | None:
+        """See `Drafter.expects`: what the target's router would read for the heads' predicted states."""
+        if self._queries is None or self._states is None or self._target is None:
+            return None
+        states = self._states.transpose(0, 1)  # [B, depths, hidden]
+        return ask(self._queries.of_layer(layer_idx, states, self._target.positions_ahead(states.shape[1])))
+
     def _candidates(self, hidden: Tensor, depths: int, ranks: int) -> list[list[list[int]]]:
         """The best tokens of each head, best first, `[depths, B, ranks]`, from the hidden states `[B, hidden]`."""
         assert self._ready is not None
         assert self._target is not None
         noted = self._target.hidden
-        states = self._ready.states(hidden, depths)
-        logits = self._ready.logits(states, head_of(self._target.model))
+        self._states = self._ready.states(hidden, depths)
+        logits = self._ready.logits(self._states, head_of(self._target.model))
         self._target.hidden = noted  # whoever watches the target's head saw our states, too
         best: list[list[list[int]]] = torch.topk(logits, ranks).indices.tolist()
         return best

@@ -47,6 +47,8 @@ class ModelDrafter(Drafter):
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+        if config is not None and not isinstance(config, OvalConfig):
+            raise TypeError(f"config must be an OvalConfig or None, got {type(config).__name__}")
         self.model, self.config = model, config
         self.most_tokens = check_count("most_tokens", most_tokens)
         self.min_confidence = check_share("min_confidence", min_confidence)
@@ -81,7 +83,9 @@ class ModelDrafter(Drafter):
         """What the target was given, as far as the draft model knows it; the whole text if that was its end only."""
         known = inspect.signature(self.model.forward).parameters
         inputs = {name: value for name, value in model_inputs.items() if name in known and value is not None}
-        if inputs["input_ids"].shape[1] < len(texts[0]):
+        if not len(texts[0]):
+            raise ValueError("a draft model reads token ids: give input_ids beside inputs_embeds")
+        if "input_ids" not in inputs or inputs["input_ids"].shape[1] < len(texts[0]):
             return {
                 "input_ids": torch.cat([text.ids for text in texts]),
                 "attention_mask": inputs.get("attention_mask"),
@@ -107,11 +111,12 @@ class ModelDrafter(Drafter):
         return None if read is None else read.any(1, keepdim=True)
 
     def _forget_what_was_refused(self, seen: Seen) -> list[list[int]]:
-        """Crop the cache to what the texts begin with; the tokens that each row has still to read."""
+        """Crop the cache to what the texts begin with, their roots left out; what each row has still to read."""
         assert self._reader is not None
         lengths = []
         for text, read in zip(seen.texts, self._read, strict=True):
-            same = next((i for i, (a, b) in enumerate(zip(read, text.tokens)) if a != b), min(len(read), len(text)))  # noqa: B905
+            pairs = zip(read, text.tokens[:-1])  # noqa: B905
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), len(text) - 1))
             del read[same:]
             lengths.append(same)
         self._reader.crop(lengths)

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from oval_core.training_state import StateFile
 from oval_spec import MedusaDrafter, MedusaHeads, medusa_data, medusa_learning, medusa_training, speculative_generate
 from oval_spec.cached_model import head_of, watch_head
-from oval_spec.medusa_data import NOTHING, DataSettings, cut_prompts, go_on, read_lessons
+from oval_spec.medusa_data import NOTHING, DataSettings, Frame, cut_prompts, go_on, read_lessons
 from oval_spec.medusa_heads import IGNORED
 from oval_spec.medusa_learning import Measured, conditional, drawn, learn
-from oval_spec.medusa_training import TrainingSettings, train_medusa
+from oval_spec.medusa_training import TrainingSettings, _frames, train_medusa
 from tests.core.tiny_models import llama, prompt
 from tests.spec.counting_model import CYCLE, FIRST, LAST, after, counted, counting_model
 from tests.spec.test_medusa_heads import HIDDEN, random_heads
@@ -135,14 +135,38 @@ def test_accuracies_are_conditional_on_the_heads_before() -> None:
 
 def test_prompts_are_cut_and_held_out_ones_come_from_the_ends() -> None:
     texts = {"long": torch.arange(100, 300), "short": torch.arange(1000, 1050)}
-    learned, held_out = cut_prompts(texts, DATA, prefix=[7])
-    assert learned.shape == (20, 7)
-    assert held_out.shape == (4, 7)
-    assert {7} == set(learned[:, 0].tolist()) == set(held_out[:, 0].tolist())
-    assert (learned[:, 2:] - learned[:, 1:-1] == 1).all(), "windows of the text"
-    assert {row[1] for row in learned.tolist()} >= {100, 254, 1000, 1034}
+    learned, held_out = cut_prompts(texts, DATA)
+    assert learned.shape == (20, 6)
+    assert held_out.shape == (4, 6)
+    assert (learned[:, 1:] - learned[:, :-1] == 1).all(), "windows of the text"
+    assert {row[0] for row in learned.tolist()} >= {100, 254, 1000, 1034}
     assert {row[-1] for row in held_out.tolist()} >= {299}
-    assert not set(learned[:, 1:].flatten().tolist()) & set(held_out[:, 1:].flatten().tolist())
+    assert not set(learned.flatten().tolist()) & set(held_out.flatten().tolist())
+
+
+def test_prompts_are_framed_in_turn() -> None:
+    texts = {"long": torch.arange(100, 300)}
+    bare, _ = cut_prompts(texts, DATA)
+    learned, _ = cut_prompts(texts, DATA, [Frame(), Frame((7, 8), (9,))])
+    assert torch.equal(learned[::2], bare[::2])
+    assert torch.equal(learned[1::2, 2:-1], bare[1::2, 2:-1])
+    assert {tuple(row) for row in learned[1::2, [0, 1, -1]].tolist()} == {(7, 8, 9)}
+    with pytest.raises(ValueError, match="more than the 6 of the longest frame, got 6"):
+        cut_prompts(texts, DATA, [Frame((1, 2, 3), (4, 5, 6))])
+
+
+class ByteTokenizer:
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+        return f"<user>{chat[0]['content']}<bot>"
+
+
+def test_an_instruction_becomes_a_chat() -> None:
+    frames = _frames(ByteTokenizer(), ["Why?"])
+    assert frames[0] == Frame()
+    assert [bytes(side).decode() for side in frames[1]] == ["<user>", "\n\nWhy?<bot>"]
 
 
 def test_labels_are_the_text_inside_of_prompts_and_the_target_behind(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from oval_core.attach import binding_of
 from oval_core.page_table import PageTable
 from oval_core.page_view import view_pages
 from oval_core.routers import Pages, make_router
-from oval_spec import ModelDrafter, PromptLookupDrafter, SparseSelfDrafter, speculative_generate
+from oval_spec import MedusaDrafter, ModelDrafter, PromptLookupDrafter, SparseSelfDrafter, speculative_generate
 from oval_spec.cached_model import CachedModel
 from oval_spec.page_sets import AgreementRouter, _as_mask, _tokens_of
 from oval_spec.predicted_queries import PredictedQueries
 from oval_spec.tree import Tree
 from tests.core.tiny_models import llama
+from tests.spec.test_medusa_heads import random_heads
 
 CONFIG = OvalConfig(page_size=8, budget_pages=6, seal_tokens=1, router="box", impl="reference", stats_every=0)
 TREES = [Tree((5, 6, 7, 8), (-1, 0, -1, 2)), Tree((9,), (-1,))]
@@ -154,7 +155,14 @@ def test_texts_by_page_sets_are_checked_to_be_exact(reads: str, name: str) -> No
         assert torch.equal(out.sequences, exact)
 
 
-@pytest.mark.parametrize("drafter", [PromptLookupDrafter(), SparseSelfDrafter(budget_pages=4, min_confidence=0)])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        PromptLookupDrafter(),
+        SparseSelfDrafter(budget_pages=4, min_confidence=0),
+        MedusaDrafter(random_heads(), most_tokens=6),
+    ],
+)
 def test_looking_does_not_change_an_exact_text(drafter: Any) -> None:
     model, ids = llama(), torch.randint(2, 12, (1, 130))
     exact = model.generate(ids, max_new_tokens=24, do_sample=False)  # type: ignore[operator]
