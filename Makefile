@@ -44,6 +44,8 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa
 	$(RUN) -m benchmarks.image_qa --split test --datasets one four easy-vqa --readers dense basis box 'random fixed' fastv oracle --block 0 --name image_qa_runs
 	$(RUN) -m benchmarks.image_speed
+	$(RUN) -m benchmarks.speculative
+	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --look-every 16 --name speculative_long
 	$(RUN) -m benchmarks.readme
 
 bench-rivals: $(STAMP) $(RIVALS_STAMP) ## compare with methods that evict, in an environment of their own

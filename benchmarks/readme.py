@@ -13,6 +13,7 @@ from benchmarks.image_tables import image_qa_table, image_speed_table
 from benchmarks.markdown import Result, source, table
 from benchmarks.quality_tables import quality_ablation_table, quality_equal_table, quality_table
 from benchmarks.rivals.tables import rivals_table
+from benchmarks.speculative_tables import page_sets_table, speculative_table
 
 MEASUREMENTS = Path("docs/measurements")
 
@@ -120,6 +121,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "breakdown": (("breakdown",), breakdown_table),
     "image_qa": (("image_qa",), image_qa_table),
     "image_qa_runs": (("image_qa_runs",), image_qa_table),
+    "speculative": (("speculative",), speculative_table),
+    "speculative_long": (("speculative_long",), speculative_table),
+    "page_sets": (("speculative_long",), page_sets_table),
     "image_speed": (("image_speed",), image_speed_table),
 }
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.prompts import chat_frame, encode, make_prompts
 from demos.texts import TEXTS, load_text
 
+MOST_CHARACTERS = 8  # of a token, on average
 COPY = "Repeat the passage above word for word."
 
 
@@ -36,13 +37,12 @@ def _chat(tokenizer: PreTrainedTokenizerBase, count: int, context: int) -> list[
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, count: int, context: int) -> list[Tensor]:
     """The texts in turn, each from places that lie evenly between its ends."""
-    texts = [encode(tokenizer, load_text(name)) for name in TEXTS]
-    places = -(-count // len(texts))
+    places = -(-count // len(TEXTS))
     cuts = []
     for i in range(count):
-        text = texts[i % len(texts)]
-        start = max(text.shape[1] - context, 0) * (i // len(texts) + 1) // (places + 1)
-        cuts.append(text[:, start : start + context])
+        text = load_text(TEXTS[i % len(TEXTS)])
+        start = len(text) * (i // len(TEXTS) + 1) // (places + 1)
+        cuts.append(encode(tokenizer, text[start : start + MOST_CHARACTERS * context])[:, :context])
     return cuts
 
 

@@ -97,7 +97,8 @@ def speculative_generate(
     generate = _stop_at_strings({**arguments, **generate})
     method = partial(
         speculative_decoding,
-        streamer=generate.pop("streamer", None),
+        streamer=generate.pop("streamer", None),  # `generate` hands neither of these on
+        synced_gpus=bool(generate.pop("synced_gpus", False)),
         drafter=drafter,
         mode=mode,
         config=config,

@@ -146,11 +146,11 @@ def test_tokens_of_pages_with_rows_of_different_length() -> None:
 @pytest.mark.parametrize("name", ["box", "basis"])
 def test_texts_by_page_sets_are_checked_to_be_exact(reads: str, name: str) -> None:
     model, ids = llama(), torch.randint(2, 90, (1, 130))
-    exact = model.generate(ids, max_new_tokens=24, do_sample=False)  # type: ignore[operator]
+    exact = model.generate(ids, max_new_tokens=12, do_sample=False)  # type: ignore[operator]
     config = replace(CONFIG, router=name)
     small = ModelDrafter(llama(layers=1, seed=3), min_confidence=0, config=config)
     for drafter in (PromptLookupDrafter(), SparseSelfDrafter(budget_pages=4, min_confidence=0), small):
-        how: dict[str, Any] = {"mode": "pages", "reads": reads, "config": config, "max_new_tokens": 24}
+        how: dict[str, Any] = {"mode": "pages", "reads": reads, "config": config, "max_new_tokens": 12}
         out = speculative_generate(model, ids, drafter, check_every=6, do_sample=False, **how)
         assert torch.equal(out.sequences, exact)
 

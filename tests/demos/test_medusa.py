@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+import torch
+from rich.text import Text
+
+from demos import medusa
+from demos.smollm2 import load_model
+from demos.smollm2_heads import load_heads
+from oval_spec import MedusaHeads
+from tests.tiny_checkpoint import save_tiny_checkpoint
+
+
+@pytest.fixture(name="model")
+def _model(tmp_path: Path) -> Path:
+    return save_tiny_checkpoint(tmp_path / "model")
+
+
+def test_both_texts_are_shown_and_identical(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    MedusaHeads(32, 2, vocab_size=257).save(tmp_path / "heads")
+    picture = tmp_path / "out" / "medusa.png"
+    where = ["--model", str(model), "--heads", str(tmp_path / "heads"), "--picture", str(picture)]
+    medusa.main(["why is the sky blue?", "--new-tokens", "20", *where])
+    shown = capsys.readouterr().out
+    assert "The two texts are identical." in shown
+    assert "tokens a pass" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_guessed_tokens_are_coloured(model: Path) -> None:
+    _, tokenizer = load_model(str(model))
+    text: Text = medusa._coloured(tokenizer, torch.tensor(tokenizer("abcdef").input_ids), [[2], [0], [None], [1]])
+    assert text.plain == "abcdef"
+    assert [text.plain[span.start : span.end] for span in text.spans] == ["b", "c"]
+
+
+def test_heads_for_another_model(model: Path, tmp_path: Path) -> None:
+    other, _ = load_model(str(model))
+    assert load_heads(other) is None
+    MedusaHeads(16, 2).save(tmp_path)
+    with pytest.raises(ValueError, match="expected a target with hidden size 16"):
+        load_heads(other, tmp_path)
