@@ -24,7 +24,7 @@ from tests.tolerance import INT8_STEP
 CONFIG = dense(FULL)
 ROOT_TOKEN = 7
 EXACT: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-5}
-few = settings(max_examples=15)
+few = settings(max_examples=10)
 
 
 @pytest.fixture(scope="module")

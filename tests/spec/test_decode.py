@@ -282,7 +282,7 @@ class TestTheModelIsLeftAsItWas:
             assert binding_of(model) is not None
             plain(model, prompt(90))
             assert handle.stats()["pages_read_mean"] == 3
-        assert not (binding_of(model) is not None)
+        assert binding_of(model) is None
 
     @pytest.mark.parametrize("calls", [0, 2])
     def test_when_the_drafter_fails(self, model: PreTrainedModel, calls: int) -> None:
