@@ -95,6 +95,9 @@ def speculative_generate(
         raise TypeError(f"inputs must be a tensor of token ids or a mapping of tensors, got {type(inputs).__name__}")
     arguments = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
     generate = _stop_at_strings({**arguments, **generate})
+    drafting = sorted({*generate} & {"assistant_model", "prompt_lookup_num_tokens"})
+    if drafting:
+        raise ValueError(f"speculative_generate drafts with its drafter: leave out {', '.join(drafting)}")
     method = partial(
         speculative_decoding,
         streamer=generate.pop("streamer", None),  # `generate` hands neither of these on

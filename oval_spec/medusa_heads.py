@@ -85,8 +85,8 @@ class MedusaHeads(nn.Module):
     ) -> MedusaHeads:
         """Untrained heads for a model, on the CPU. Raises TypeError or ValueError as the class does."""
         head = head_of(target)
-        name = target.config.name_or_path or ""
-        made = cls(head.in_features, num_heads, num_blocks, head.out_features, own_heads=own_heads, model=name)
+        sizes = head.in_features, num_heads, num_blocks, head.out_features
+        made = cls(*sizes, own_heads=own_heads, model=name_of(target))
         if made.own_weight is not None and made.own_bias is not None:
             with torch.no_grad():
                 made.own_weight.copy_(head.weight.expand_as(made.own_weight))
@@ -172,6 +172,12 @@ class MedusaHeads(nn.Module):
         if self.own_heads and self.vocab_size is not None:
             shapes |= {"own_weight": [heads, self.vocab_size, hidden], "own_bias": [heads, self.vocab_size]}
         return shapes
+
+
+def name_of(model: PreTrainedModel) -> str:
+    """Of a model: as it is called on a hub, or the name of the folder that it was loaded from."""
+    name = model.config.name_or_path or ""
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def labels_for(tokens: Tensor, head: int) -> Tensor:

@@ -42,7 +42,7 @@ from oval_core.training_state import (
 from oval_spec.cached_model import head_of
 from oval_spec.drafters.base import check_count
 from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons
-from oval_spec.medusa_heads import MedusaHeads
+from oval_spec.medusa_heads import MedusaHeads, name_of
 from oval_spec.medusa_learning import Measured, drawn, learn, measure
 
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
@@ -108,7 +108,7 @@ def train_medusa(
     data, training = data or DataSettings(), training or TrainingSettings()
     if data.new_tokens <= training.heads:
         raise ValueError(f"{training.heads} heads need new_tokens > {training.heads}, got {data.new_tokens}")
-    source: Content = {"model": model.config.name_or_path, "texts": _digests(texts)}
+    source: Content = {"model": name_of(model), "texts": _digests(texts)}
     source |= {"frames": [[*map(list, frame)] for frame in frames], **dataclasses.asdict(data)}
     about, record = source | dataclasses.asdict(training), out / RECORD_FILE
     if record.exists():

@@ -35,6 +35,7 @@ def model() -> PreTrainedModel:
         ({"check_every": 0, "mode": "pages"}, ValueError, "check_every must be an integer >= 1, got 0"),
         ({"check_every": True, "mode": "pages"}, TypeError, r"check_every must be an integer >= 1, got True \(bool\)"),
         ({"check_every": 2.0, "mode": "pages"}, TypeError, r"check_every .* got 2.0 \(float\)"),
+        ({"prompt_lookup_num_tokens": 3}, ValueError, "drafts with its drafter: leave out prompt_lookup_num_tokens"),
         ({"num_beams": 2}, ValueError, "num_beams=1, got 2"),
         ({"use_cache": False}, ValueError, "use_cache=True, got False"),
         ({"output_scores": True}, ValueError, "does not return output_scores"),

@@ -233,7 +233,7 @@ def test_the_command_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     medusa_training.main(command)
     assert "Medusa heads after 2 steps, held out: loss" in capsys.readouterr().out
     heads = MedusaHeads.load(tmp_path / "out")
-    assert (heads.num_heads, heads.hidden_size, heads.model) == (2, 32, str(model))
+    assert (heads.num_heads, heads.hidden_size, heads.model) == (2, 32, "model"), "no path of this machine"
 
 
 @pytest.mark.parametrize(
