@@ -94,22 +94,22 @@ def make_plan(steps_scale: float = 1.0, easy_vqa: bool = True) -> tuple[Stage, .
     """
     if steps_scale <= 0:
         raise ValueError(f"steps_scale must be > 0, got {steps_scale}")
-    easy = {"easy-vqa": 1} if easy_vqa else {}
+    easy = {"easy-vqa": 2} if easy_vqa else {}
     symbols = (
         Phase(0, {"one": 4}, objects=0, background=0.02, asked=14, kinds=("glyph", "colour", "shape", "place")),
         Phase(0.25, {"one": 4, "four": 1}, objects=0, background=0.02, asked=16),
         Phase(0.85, {"one": 4, "four": 1}, objects=0.3, background=0.1, asked=16),
     )
     plan = (
-        Stage("symbols", 3600, {LANGUAGE: 5e-3}, symbols, "symbols"),
-        Stage("align", 200, {PROJECTOR: 5e-3}, (Phase(0, {"one": 16}, background=0.2),), "both"),
+        Stage("symbols", 4500, {LANGUAGE: 5e-3}, symbols, "symbols"),
+        Stage("align", 400, {PROJECTOR: 5e-3}, (Phase(0, {"one": 16}, background=0.2),), "both"),
         Stage(
             "tune",
             2400,
             {PROJECTOR: 2e-3, LANGUAGE: 3e-3},
             (
                 Phase(0, {"one": 4, "four": 1, **easy}, background=0.3),
-                Phase(0.6, {"one": 4, "four": 1, **easy}, balanced=True),
+                Phase(0.6, {"one": 4, "four": 2, **easy}, balanced=True),
             ),
         ),
     )
