@@ -83,6 +83,13 @@ class Room:
         talk.turns.append((question.strip(), answer.text))
         return answer, path if is_drawn else None
 
+    def forget(self, talk: Talk | None) -> None:
+        """Begin the conversation again, about the same picture."""
+        if talk is not None:
+            with self._turn:
+                talk.turns.clear()
+                talk.readers.clear()
+
 
 def describe(answer: Answer, mode: str) -> str:
     """An answer and what was read for it, Markdown."""
@@ -111,16 +118,20 @@ def build_page(room: Room) -> Any:
     with gradio.Blocks(title="OVAL: ask about a picture", analytics_enabled=False) as page:
         talk = gradio.State(time_to_live=FORGOTTEN_AFTER_S)
         gradio.Markdown("# Ask about a picture\nOVAL reads few pages of it; the heat shows which.")
+        question = gradio.Textbox(label="question", submit_btn=True, elem_id="question", render=False)
         with gradio.Row():
             with gradio.Column(scale=1):
                 upload, picture, gallery, problem = _picture_side(samples)
+                examples = [[asked] for turns in SAMPLES.values() for asked, _ in turns]
+                gradio.Examples(examples, question, label="for example, in the order of these pictures")
             with gradio.Column(scale=2):
-                chat, question, mode = _chat_side()
+                chat, mode = _chat_side(question)
         choose, pick, ask = _actions(room, samples)
         begun = [talk, picture, chat, problem]
         upload.upload(choose, [upload, talk], begun, show_progress="hidden")
         gallery.select(pick, [talk], begun, show_progress="hidden")
         question.submit(ask, [talk, question, mode, chat], [chat, question, problem], concurrency_limit=1)
+        chat.clear(room.forget, [talk])
     return page
 
 
@@ -130,7 +141,7 @@ def _picture_side(samples: list[str]) -> tuple[Any, ...]:
 
     return (
         gradio.UploadButton("Upload a picture, or pick one below", elem_id="upload"),
-        gradio.Image(label="picture", interactive=False, elem_id="picture", height=300, buttons=["fullscreen"]),
+        gradio.Image(label="picture", interactive=False, elem_id="picture", height=280, buttons=["fullscreen"]),
         gradio.Gallery(
             samples, show_label=False, columns=3, height=150, elem_id="samples", allow_preview=False, buttons=[]
         ),
@@ -138,15 +149,13 @@ def _picture_side(samples: list[str]) -> tuple[Any, ...]:
     )
 
 
-def _chat_side() -> tuple[Any, ...]:
-    """Where questions are asked and answered."""
+def _chat_side(question: Any) -> tuple[Any, ...]:
+    """Where questions are asked, below their answers."""
     import gradio
 
-    chat = gradio.Chatbot(label="conversation", elem_id="chat", height=520, buttons=["copy"])
-    question = gradio.Textbox(label="question", submit_btn=True, elem_id="question")
-    mode = gradio.Radio(MODES, value=OVAL, label="how to read", elem_id="mode")
-    gradio.Examples([[asked] for turns in SAMPLES.values() for asked, _ in turns], question, label="for example")
-    return chat, question, mode
+    chat = gradio.Chatbot(label="conversation", elem_id="chat", height=560, buttons=[])  # a turn with heat fits
+    question.render()
+    return chat, gradio.Radio(MODES, value=OVAL, label="how to read", elem_id="mode")
 
 
 def _actions(room: Room, samples: list[str]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

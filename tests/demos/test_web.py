@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import pytest
 
 from demos import web
 from demos.image_qa import IMAGES, SAMPLES
+from demos.tiny_llava import load
 from demos.web import DENSE, OVAL, Room, Talk, describe, shown_messages
 from oval_core import OvalConfig
 from oval_mm.pictures import PictureError
 from tests.demos.test_image_qa import FULL_BUDGET, SPARSE, TURNS, talking
+from tests.demos.test_shipped_models import SPARSE as SHIPPED
 
 SAMPLE = IMAGES / next(iter(SAMPLES))
 TEXT_MESSAGE = "notes.png is not a picture but a text file"
@@ -45,6 +49,9 @@ def test_a_conversation_goes_on_in_either_mode(tmp_path: Path) -> None:
     assert room.ask(fresh, TURNS[1], DENSE)[0].text == second.text
     room.ask(talk, "word1", OVAL)
     assert len(talk.turns) == 3
+    room.forget(talk)
+    assert room.ask(talk, TURNS[0], OVAL)[0].text == first.text
+    assert len(talk.turns) == 1
 
 
 def test_what_is_shown_says_what_was_read(tmp_path: Path) -> None:
@@ -81,15 +88,17 @@ def test_models_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         web.main(["--model", str(tmp_path / "nothing")])
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[str]:
+@contextmanager
+def serving(room: Room) -> Iterator[str]:
     """Address of the page, served on this machine."""
     pytest.importorskip("gradio", reason="needs gradio: pip install gradio")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gradio's own
-        served = web.serve(make_room(tmp_path), wait=False)
-        yield served.local_url
-        served.close()
+        served = web.serve(room, wait=False)
+        try:
+            yield served.local_url
+        finally:
+            served.close()
 
 
 @pytest.fixture
@@ -141,26 +150,73 @@ def upload(driver: Any, file: Path) -> None:
     wait_for(lambda: find(driver, "input[type=file]"))[0].send_keys(str(file))
 
 
+def upload_text(driver: Any, folder: Path) -> None:
+    """Upload a text file as a picture, and wait until the page says what is wrong."""
+    (folder / "notes.png").write_text("some text")
+    upload(driver, folder / "notes.png")
+    wait_for(lambda: TEXT_MESSAGE in driver.page_source)
+
+
 def ask(driver: Any, question: str) -> None:
     find(driver, "#question textarea")[0].send_keys(question + "\n")
 
 
+def is_said(driver: Any, text: str, least: int) -> bool:
+    return str(find(driver, "#chat")[0].text).count(text) >= least
+
+
+def ask_dense(driver: Any, *questions: str) -> None:
+    find(driver, "#mode input")[1].click()
+    for turn, question in enumerate(questions, 1):
+        ask(driver, question)
+        wait_for(partial(is_said, driver, "everything was read", turn))
+
+
+def answers(driver: Any) -> list[str]:
+    """The answers in the conversation, without what was read for them."""
+    script = "return [...document.querySelectorAll('#chat strong')].map(one => one.innerText)"
+    return list(driver.execute_script(script))
+
+
+def check_logs(driver: Any) -> None:
+    """Nothing came from another host, and nothing went wrong."""
+    assert requested_hosts(driver) == {"127.0.0.1"}
+    assert [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
 @pytest.mark.slow
-def test_the_page_in_a_browser(page: str, browser: Any, tmp_path: Path) -> None:
-    (tmp_path / "notes.png").write_text("some text")
-    browser.get(page)
-    upload(browser, tmp_path / "notes.png")
-    wait_for(lambda: TEXT_MESSAGE in browser.page_source)
-    upload(browser, SAMPLE)
-    wait_for(lambda: find(browser, "#picture img"))
-    wait_for(lambda: TEXT_MESSAGE not in browser.page_source)
-    for turn, question in enumerate(TURNS, 1):
-        ask(browser, question)
-        assert len(wait_for(partial(heats_shown, browser, turn))) == turn
-        assert browser.page_source.count("of the KV bytes") >= turn
-    find(browser, "#mode input")[1].click()
-    ask(browser, "word1")
-    wait_for(lambda: "everything was read" in browser.page_source)
-    browser.save_screenshot(str(tmp_path / "page.png"))
-    assert requested_hosts(browser) == {"127.0.0.1"}
-    assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    with serving(make_room(tmp_path)) as page:
+        browser.get(page)
+        upload_text(browser, tmp_path)
+        upload(browser, SAMPLE)
+        wait_for(lambda: find(browser, "#picture img"))
+        wait_for(lambda: TEXT_MESSAGE not in browser.page_source)
+        for turn, question in enumerate(TURNS, 1):
+            ask(browser, question)
+            assert len(wait_for(partial(heats_shown, browser, turn))) == turn
+            assert browser.page_source.count("of the KV bytes") >= turn
+        ask_dense(browser, "word1")
+        browser.save_screenshot(str(tmp_path / "page.png"))
+        check_logs(browser)
+
+
+@pytest.mark.slow
+def test_the_small_llava_answers_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    questions, right = zip(*SAMPLES[SAMPLE.name], strict=True)
+    with serving(Room(*load(), SHIPPED, tmp_path)) as page:
+        browser.get(page)
+        wait_for(lambda: find(browser, "#samples button img"))[0].click()
+        wait_for(lambda: find(browser, "#picture img"))
+        for turn, question in enumerate(questions, 1):
+            ask(browser, question)
+            assert len(wait_for(partial(heats_shown, browser, turn))) == turn
+        assert answers(browser) == list(right)
+        ratios = re.findall(r"OVAL read ([\d.]+)% of the KV bytes", find(browser, "#chat")[0].text)
+        assert [0 < float(ratio) < 100 for ratio in ratios] == [True] * len(questions)
+        find(browser, "#chat button[title=Clear]")[0].click()
+        wait_for(lambda: not answers(browser))
+        ask_dense(browser, *questions)
+        assert answers(browser) == list(right)
+        upload_text(browser, tmp_path)
+        check_logs(browser)
