@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from oval_core.attach import binding_of
+from oval_core.stats import Recorder
 from oval_spec.drafters.base import Seen
 from oval_spec.pace import Pace
 from oval_spec.stats import SpeculativeStats
@@ -86,7 +89,7 @@ class Generation:
         none = [Tree()] * len(self.texts)
         if not size:
             return none
-        with self.stats.timed("draft"):
+        with self.stats.timed("draft", self._recorder_of(self.drafter.model)):
             seen = Seen(self.texts, self.running, self._hidden, self.verification.wants_pages)
             trees = self.drafter.draft(seen, size)
         if self._most_tokens is not None:
@@ -106,7 +109,7 @@ class Generation:
 
     def _verify(self, trees: list[Tree], how: AbstractContextManager[Any], phase: str) -> list[Walk | None]:
         """Read the trees, follow them, keep the paths; None for a row that had ended before."""
-        with self.stats.timed(phase), how:
+        with self.stats.timed(phase, self._recorder_of(self.target.model)), how:
             logits = self.target.read([text.tokens[-1] for text in self.texts], trees)
             walks = self._follow(trees, logits)
             self.target.keep(max(map(len, trees)), [None if found is None else found.kept for found in walks])
@@ -127,6 +130,11 @@ class Generation:
         if self.target.hidden is not None:
             self._hidden = self.target.hidden[torch.arange(len(walks), device=logits.device), last]
         return walks
+
+    def _recorder_of(self, model: PreTrainedModel | None) -> Recorder | None:
+        """What counts the bytes that a model reads; None: nobody wants to know."""
+        binding = None if self.verification.plan.look_every is None else binding_of(model or self.target.model)
+        return None if binding is None else binding.recorder
 
     def _choose(self, row: int, logits: Tensor) -> Choose:
         return make_choose(logits, self.wanted.processors, self.wanted.do_sample, row, len(self.texts))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from oval_core.stats import Recorder
 from oval_spec.page_sets import PageSetStats
 from oval_spec.tree import Tree
 from oval_spec.verify import Walk
@@ -26,6 +27,7 @@ class SpeculativeStats:
         tried_at, accepted_at: by depth, row-steps whose draft went that deep after an accepted parent, and those where
             that depth was accepted.
         seconds: by phase: prefill, draft, verify, check.
+        bytes_read: by phase: of keys, values and metadata, with `look_every`; without it nothing.
         page_sets: what `look_every` measured.
         checked, retracted: tokens that a dense check looked at, and those that it took back.
     """
@@ -38,6 +40,7 @@ class SpeculativeStats:
     tried_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    bytes_read: Counter[str] = field(default_factory=Counter)
     page_sets: PageSetStats | None = None
     checked: int = 0
     retracted: int = 0
@@ -53,13 +56,15 @@ class SpeculativeStats:
         return {depth: self.accepted_at[depth] / tried for depth, tried in sorted(self.tried_at.items())}
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of the `with` block to a phase."""
-        begin = time.perf_counter()
+    def timed(self, phase: str, recorder: Recorder | None = None) -> Iterator[None]:
+        """Add the time of the `with` block to a phase, and what the model of `recorder` read in it."""
+        begin, before = time.perf_counter(), recorder.bytes_read if recorder else 0
         try:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - begin
+            if recorder is not None:
+                self.bytes_read[phase] += recorder.bytes_read - before
 
     def count(self, tree: Tree, found: Walk) -> None:
         """A row had this draft, and this came of it."""

@@ -41,12 +41,14 @@ class Drafter:
         name: in reports.
         needs_hidden: ask for `Seen.hidden`.
         most_tokens: nodes of the largest tree it makes.
+        model: that drafts; None: the target, or none at all.
         paging: how it wants the target's cache to be paged; None: it does not look at it.
     """
 
     name = "drafter"
     needs_hidden = False
     most_tokens = 8
+    model: PreTrainedModel | None = None
     paging: OvalConfig | None = None
 
     def check(self, target: PreTrainedModel) -> None:

@@ -37,6 +37,7 @@ class ModelDrafter(Drafter):
     """
 
     name = "draft model"
+    model: PreTrainedModel
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class _Recorder(MedusaDrafter):
 
     def __init__(self, model: Any) -> None:
         super().__init__(random_heads(), BUSHY)
-        self.model, self.calls = model, 0
+        self.target, self.calls = model, 0
 
     def draft(self, seen: Seen, most: int) -> list[Tree]:
         trees, mask = super().draft(seen, most), _batch()["attention_mask"]
@@ -95,10 +95,10 @@ class _Recorder(MedusaDrafter):
         for row, (text, tree) in enumerate(zip(seen.texts, trees, strict=True)):
             ids = torch.tensor([text.tokens[int((mask[row] == 0).sum()) : -1]])
             noted: list[Tensor] = []
-            with watch_head(self.model, noted.append):
-                self.model(ids)
+            with watch_head(self.target, noted.append):
+                self.target(ids)
             torch.testing.assert_close(seen.hidden[row], noted[0][0, -1], atol=1e-4, rtol=1e-4)
-            logits = self.heads.logits(self.heads.states(seen.hidden[row]), head_of(self.model))
+            logits = self.heads.logits(self.heads.states(seen.hidden[row]), head_of(self.target))
             for token, depth, path in zip(tree.tokens, tree.depths, self.paths, strict=False):
                 assert token == int(logits[depth - 1].argsort(descending=True)[path[-1]])
         self.calls += 1

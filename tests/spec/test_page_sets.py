@@ -172,6 +172,8 @@ def test_looking_does_not_change_an_exact_text(drafter: Any) -> None:
     assert torch.equal(out.sequences, exact)
     sets = out.stats.page_sets
     assert sets is not None
+    assert out.stats.bytes_read["verify"] > 0
+    assert (out.stats.bytes_read["draft"] > 0) == isinstance(drafter, SparseSelfDrafter)
     assert 0 < sets.means()["covered"]["D | T"] <= 1
     assert len(sets.overlap) == len(sets.steps) > 1
     assert sum(sets.steps.values(), start=type(sets.pages)()) == sets.pages
