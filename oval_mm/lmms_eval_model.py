@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from oval_core import OvalConfig
-from oval_mm.attach import attach
+from oval_mm.attach import IMAGE_CONFIG, attach
 from oval_mm.lmms_eval_requests import (
     UNDERSTOOD,
     generation_settings,
@@ -57,8 +57,8 @@ class OvalVlm(lmms):
         batch_size: 1.
         oval: False: the model stays dense; what concerns OVAL is checked and not used.
         block: see `oval_mm.attach`.
-        settings: `router`, `budget_pages`, `budget_ratio` and all other fields of `OvalConfig`, with its defaults but
-            for `stats_every`, which is 0: hit rates are not reported here.
+        settings: `router`, `budget_pages`, `budget_ratio` and all other fields of `OvalConfig`; router and shortlist are
+            those of `oval_mm.IMAGE_CONFIG` by default, and `stats_every` is 0: hit rates are not reported here.
 
     Attributes:
         bytes_read, bytes_dense, dense_steps: of `handle.stats()`, summed over all requests.
@@ -177,7 +177,8 @@ def _config(settings: Mapping[str, Any]) -> OvalConfig:
     if unknown := settings.keys() - set(known):
         own = ["pretrained", "device", "dtype", "batch_size", "oval", "block"]
         raise TypeError(f"unknown model_args: {', '.join(sorted(unknown))}; known are {', '.join(own + known)}")
-    return OvalConfig(**{"stats_every": 0, **settings})
+    usual = {"router": IMAGE_CONFIG.router, "shortlist_ratio": IMAGE_CONFIG.shortlist_ratio, "stats_every": 0}
+    return OvalConfig(**{**usual, **settings})
 
 
 def _dtype(name: str | None, device: torch.device) -> Any:
