@@ -57,8 +57,8 @@ class OvalVlm(lmms):
         batch_size: 1.
         oval: False: the model stays dense; what concerns OVAL is checked and not used.
         block: see `oval_mm.attach`.
-        settings: `router`, `budget_pages`, `budget_ratio` and all other fields of `OvalConfig`; router and shortlist are
-            those of `oval_mm.IMAGE_CONFIG` by default, and `stats_every` is 0: hit rates are not reported here.
+        settings: `router`, `budget_pages`, `budget_ratio` and all other fields of `OvalConfig`; by default router and
+            shortlist are those of `oval_mm.IMAGE_CONFIG`, and `stats_every` is 0: hit rates are not reported here.
 
     Attributes:
         bytes_read, bytes_dense, dense_steps: of `handle.stats()`, summed over all requests.
