@@ -43,7 +43,7 @@ from oval_mm.recipes.tiny_llava import load_llava
 
 DENSE, FASTV, DOWNSAMPLED = "dense", "fastv", "downsampled"
 READERS = (DENSE, *ROUTERS, FASTV, DOWNSAMPLED)
-DEFAULT, BLOCK = IMAGE_CONFIG, 4
+DEFAULT = IMAGE_CONFIG
 SETTINGS = ("page_size", "rank", "shortlist_ratio")  # of `OvalConfig`, options of the command
 
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": describe_machine(),
         "split": options.split,
         "packs": options.packs,
-        "settings": _settings(options) | {"block": options.block or None, "hybrid_base": options.hybrid_base},
+        "settings": _settings(options) | {"block": options.block, "hybrid_base": options.hybrid_base},
         "rows": [asdict(row) for row in rows],
         "majority_baseline": baseline,
     }
@@ -89,7 +89,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hybrid", nargs="+", type=Path, default=[], help="files of routing heads to measure, too")
     parser.add_argument("--hybrid-base", choices=BASES, default="basis", help="what heads correct (%(default)s)")
     parser.add_argument(
-        "--block", type=int, default=BLOCK, help="side of square image pages in patches; 0: runs (default: %(default)s)"
+        "--block", type=int, help="side of square image pages in patches; 0: runs (default: squares that fill a page)"
     )
     parser.add_argument("--page-size", type=int, default=DEFAULT.page_size, help="tokens a page (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=DEFAULT.rank, help="of the bases (default: %(default)s)")
@@ -135,10 +135,11 @@ def _readers(model: Any, processor: Any, options: argparse.Namespace) -> dict[st
     """Those that were asked for; `dense`, which all are compared with, is the first."""
     shares = tuple(options.shares)
     pages_per_image = -(-image_tokens(processor) // options.page_size)
+    block = "auto" if options.block is None else options.block or None
     made: dict[str, Reader] = {DENSE: Reader(model, processor)}
     for name, router in _routers(model, options).items():
         own = shares_of(name, shares, pages_per_image)
-        made[name] = OvalReader(model, processor, own, router, _settings(options), options.block or None)
+        made[name] = OvalReader(model, processor, own, router, _settings(options), block)
     rivals = {FASTV: EvictingReader, DOWNSAMPLED: DownsamplingReader}
     return made | {name: rivals[name](model, processor, shares) for name in rivals if name in options.readers}
 

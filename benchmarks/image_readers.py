@@ -91,7 +91,7 @@ class OvalReader(Reader):
         shares: tuple[float, ...],
         router: Router,
         settings: Mapping[str, Any],
-        block: int | None = None,
+        block: Any = None,
     ) -> None:
         super().__init__(model, processor, shares)
         self.router, self.grid, self.block = ImageBudget(router), make_grid(processor), block

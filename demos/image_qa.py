@@ -40,7 +40,6 @@ SAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 USUAL_QUESTION = "how many shapes are there?"  # about an image that comes without one
-SHARE = 0.25
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,16 +78,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="path or hub id (default: the small LLaVA of this project)")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--budget-pages", type=int, help="pages per KV head that a step reads exactly")
-    budget.add_argument("--share", type=float, help=f"the same as a share of all pages (default: {SHARE})")
+    usual = IMAGE_CONFIG.budget_ratio
+    budget.add_argument("--share", type=float, help=f"the same as a share of all pages (default: {usual})")
 
 
 def make_config(parser: argparse.ArgumentParser, options: argparse.Namespace) -> OvalConfig:
     """The config that the options ask for; leaves with a message where there is none."""
     try:
         if options.budget_pages is not None:
-            return replace(IMAGE_CONFIG, budget_pages=options.budget_pages)
-        share = SHARE if options.share is None else options.share
-        return replace(IMAGE_CONFIG, budget_pages=None, budget_ratio=share)
+            return replace(IMAGE_CONFIG, budget_pages=options.budget_pages, budget_ratio=None)
+        return IMAGE_CONFIG if options.share is None else replace(IMAGE_CONFIG, budget_ratio=options.share)
     except ValueError as error:
         parser.error(str(error))
 

@@ -104,11 +104,13 @@ class Handle:
     def trace(self) -> Iterator[list[TraceEntry]]:
         """Collect every selection made inside the `with` block, one `TraceEntry` a layer and step."""
         entries: list[TraceEntry] = []
-        self._recorder.trace = entries
+        outer, self._recorder.trace = self._recorder.trace, entries
         try:
             yield entries
         finally:
-            self._recorder.trace = None
+            self._recorder.trace = outer
+            if outer is not None:
+                outer += entries
 
     def __enter__(self) -> Handle:
         return self

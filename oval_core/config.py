@@ -25,7 +25,7 @@ class OvalConfig:
     Args:
         page_size: tokens a page, a power of two from 8 to 256.
         budget_pages: pages per KV head read exactly at a step; sinks and window included, the open tokens count as one.
-            None: 48 with the `basis` router, 96 with any other.
+            None: 32 with the `basis` router, 96 with any other.
         budget_ratio: the same as a share of the pages in the cache, in (0, 1]; excludes `budget_pages`.
         sink_pages: pages at the start that are always read exactly.
         window_pages: sealed pages at the end that are always read exactly; the open tokens come on top.

@@ -29,7 +29,8 @@ from oval_mm.models import family_of
 from oval_mm.page_embeddings import PictureTag, Shown, shown_pictures
 from oval_mm.prompt_reader import Found, PromptReader
 
-IMAGE_CONFIG = OvalConfig(router="basis", shortlist_ratio=0.6)  # measured: README, "Questions about images"
+# Measured: README, "Questions about images".
+IMAGE_CONFIG = OvalConfig(router="basis", shortlist_ratio=0.6, budget_ratio=0.25)
 ENCODER = "get_image_features"
 AUTO = "auto"
 
@@ -64,6 +65,8 @@ def attach(
             work, or already attached. The model is unchanged then.
     """
     config = IMAGE_CONFIG if config is None else config
+    if not isinstance(config, OvalConfig):
+        raise TypeError(f"config must be an OvalConfig, got {type(config).__name__}")
     router = hybrid_of(getattr(config, "router", None))
     reader = PromptReader(family_of(model, processor), router.of_pictures if router else None)
     if router is not None:

@@ -57,8 +57,9 @@ class OvalVlm(lmms):
         batch_size: 1.
         oval: False: the model stays dense; what concerns OVAL is checked and not used.
         block: see `oval_mm.attach`.
-        settings: `router`, `budget_pages`, `budget_ratio` and all other fields of `OvalConfig`; by default router and
-            shortlist are those of `oval_mm.IMAGE_CONFIG`, and `stats_every` is 0: hit rates are not reported here.
+        settings: `router`, `budget_pages`, `budget_ratio` and all other fields of `OvalConfig`; by default router,
+            shortlist and budget are those of `oval_mm.IMAGE_CONFIG`, and `stats_every` is 0: hit rates are not
+            reported here.
 
     Attributes:
         bytes_read, bytes_dense, dense_steps: of `handle.stats()`, summed over all requests.
@@ -177,8 +178,9 @@ def _config(settings: Mapping[str, Any]) -> OvalConfig:
     if unknown := settings.keys() - set(known):
         own = ["pretrained", "device", "dtype", "batch_size", "oval", "block"]
         raise TypeError(f"unknown model_args: {', '.join(sorted(unknown))}; known are {', '.join(own + known)}")
+    budget = {} if "budget_pages" in settings else {"budget_ratio": IMAGE_CONFIG.budget_ratio}
     usual = {"router": IMAGE_CONFIG.router, "shortlist_ratio": IMAGE_CONFIG.shortlist_ratio, "stats_every": 0}
-    return OvalConfig(**{**usual, **settings})
+    return OvalConfig(**{**usual, **budget, **settings})
 
 
 def _dtype(name: str | None, device: torch.device) -> Any:

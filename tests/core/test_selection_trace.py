@@ -56,3 +56,13 @@ def test_nothing_is_kept_outside_of_the_block() -> None:
         with handle.trace() as second:
             generate(model, prompt(80))
     assert len(first) == len(second) == 14
+
+
+def test_a_trace_inside_a_trace_takes_nothing_from_it() -> None:
+    model = llama()
+    with attach(model, CONFIG) as handle, handle.trace() as outer:
+        with handle.trace() as inner:
+            generate(model, prompt(80))
+        assert 0 < len(inner) == len(outer)
+        generate(model, prompt(80))
+    assert len(outer) == 2 * len(inner)

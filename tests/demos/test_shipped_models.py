@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from oval_mm.recipes.clip_to_transformers import build_vision_tower
 from oval_mm.recipes.llava_batches import scene_pack
 from oval_mm.recipes.scenes import make_scene
 
-SPARSE = replace(IMAGE_CONFIG, budget_pages=None, budget_ratio=0.25)
 CLIP = FOLDER.with_name("tiny-clip")
 
 
@@ -38,7 +36,7 @@ def test_the_tower_is_that_of_the_clip(llava: tuple[Any, Any]) -> None:
         torch.testing.assert_close(weight, weights[name], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("config", [None, SPARSE], ids=["dense", "OVAL"])
+@pytest.mark.parametrize("config", [None, IMAGE_CONFIG], ids=["dense", "OVAL"])
 def test_the_samples_are_answered(llava: tuple[Any, Any], config: OvalConfig | None) -> None:
     for name, turns in SAMPLES.items():
         reader, said = Reader(*llava, [load_picture(IMAGES / name)], config), list[tuple[str, str]]()

@@ -21,9 +21,9 @@ from demos.image_qa import IMAGES, SAMPLES
 from demos.tiny_llava import load
 from demos.web import DENSE, OVAL, Room, Talk, describe, shown_messages
 from oval_core import OvalConfig
+from oval_mm import IMAGE_CONFIG
 from oval_mm.pictures import PictureError
 from tests.demos.test_image_qa import FULL_BUDGET, SPARSE, TURNS, talking
-from tests.demos.test_shipped_models import SPARSE as SHIPPED
 
 SAMPLE = IMAGES / next(iter(SAMPLES))
 TEXT_MESSAGE = "notes.png is not a picture but a text file"
@@ -204,7 +204,7 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_small_llava_answers_in_a_browser(browser: Any, tmp_path: Path) -> None:
     questions, right = zip(*SAMPLES[SAMPLE.name], strict=True)
-    with serving(Room(*load(), SHIPPED, tmp_path)) as page:
+    with serving(Room(*load(), IMAGE_CONFIG, tmp_path)) as page:
         browser.get(page)
         wait_for(lambda: find(browser, "#samples button img"))[0].click()
         wait_for(lambda: find(browser, "#picture img"))

@@ -48,7 +48,6 @@ def model() -> PreTrainedModel:
         ({"drafter": ModelDrafter(bart())}, ValueError, "the draft model must be a decoder, got BartFor"),
         ({"drafter": ModelDrafter(gemma3())}, ValueError, "Gemma3ForCausalLM: DynamicSlidingWindowLayer cannot"),
     ],
-    ids=str,
 )
 def test_refused(model: PreTrainedModel, options: dict[str, Any], error: type[Exception], message: str) -> None:
     before = state(model)
