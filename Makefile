@@ -44,7 +44,7 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.image_qa --split test --packs 60 --datasets one four easy-vqa
 	$(RUN) -m benchmarks.image_qa --split test --packs 30 --datasets one four --readers dense basis box --block 0 --name image_qa_runs
 	$(RUN) -m benchmarks.image_speed
-	$(RUN) -m benchmarks.speculative
+	$(RUN) -m benchmarks.speculative --prompts 3 --new-tokens 128
 	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --look-every 16 --name speculative_long
 	$(RUN) -m benchmarks.readme
 

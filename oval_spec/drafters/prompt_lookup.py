@@ -12,7 +12,8 @@ from oval_spec.tree import Tree
 
 
 class PromptLookupDrafter(Drafter):
-    """The text's last n-gram, looked up in the text itself; what followed its latest occurrence is the draft.
+    """The text's last n-gram, looked up in the text itself; the draft is what followed its latest occurrence that
+    enough tokens follow, or its first one.
 
     Args:
         most_tokens: of a draft.
@@ -51,7 +52,8 @@ class PromptLookupDrafter(Drafter):
             begins = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
             found = np.flatnonzero((begins == tokens[-length:]).all(-1))
             if len(found):
-                begin = int(found[-1])
+                whole = found[found + length + most <= len(tokens)]  # the last of a repetition is followed by little
+                begin = int(whole[-1] if len(whole) else found[0])
                 stop = min(begin + length + most, len(tokens))
                 return Tree.chain(tokens[begin + length : stop].tolist()), range(begin, stop)
         return Tree(), range(0)

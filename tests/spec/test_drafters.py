@@ -34,16 +34,21 @@ def seen(*rows: Sequence[int], running: Sequence[bool] | None = None) -> Seen:
 
 @given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 4), st.integers(1, 6))
 def test_prompt_lookup(tokens: list[int], ngram: int, most: int) -> None:
-    """Against a search from the end, longest n-gram first."""
+    """Against a search from the end for a whole draft, longest n-gram first."""
     expected: list[int] = []
     for length in range(min(ngram, len(tokens) - 1), 0, -1):
         starts = [at for at in range(len(tokens) - length) if tokens[at : at + length] == tokens[-length:]]
         if starts:
-            expected = tokens[starts[-1] + length :][:most]
+            drafts = [tokens[start + length :][:most] for start in starts]
+            expected = next((draft for draft in reversed(drafts) if len(draft) == most), drafts[0])
             break
     [tree] = PromptLookupDrafter(ngram_tokens=ngram).draft(seen(tokens), most)
     assert [*tree.tokens] == expected
     assert tree.is_chain
+
+
+def test_a_text_that_repeats_itself_is_drafted_as_far_as_wanted() -> None:
+    assert PromptLookupDrafter().draft(seen([7, 8, 9] * 4), 5) == [Tree.chain([7, 8, 9, 7, 8])]
 
 
 def test_prompt_lookup_leaves_finished_rows() -> None:
