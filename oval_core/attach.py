@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -100,17 +99,9 @@ class Handle:
             config._attn_implementation = implementation
         self._hooks, self._bound, self._before = [], [], []
 
-    @contextmanager
-    def trace(self) -> Iterator[list[TraceEntry]]:
+    def trace(self) -> AbstractContextManager[list[TraceEntry]]:
         """Collect every selection made inside the `with` block, one `TraceEntry` a layer and step."""
-        entries: list[TraceEntry] = []
-        outer, self._recorder.trace = self._recorder.trace, entries
-        try:
-            yield entries
-        finally:
-            self._recorder.trace = outer
-            if outer is not None:
-                outer += entries
+        return self._recorder.tracing()
 
     def __enter__(self) -> Handle:
         return self

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,14 +121,23 @@ class Recorder:
 
     def _look_closer(self, layer: OvalLayer, selection: Selection, look: Callable[[], tuple[Tensor, Pages]]) -> None:
         """Measure the hit rate, keep the selection: what is too costly for every step."""
-        nothing = layer.pages.num_pages  # a column for what does not count
-        shape = (*selection.pages.shape[:2], nothing + 1)
-        read = torch.zeros(shape, dtype=torch.bool, device=selection.pages.device)
-        read = read.scatter_(-1, selection.pages.masked_fill(~selection.valid, nothing), True)[..., :nothing]
+        read = selection.mask(layer.pages.num_pages)
         if self.samples:
             self._hit_rates.append(_hit_rate(*look(), read))
         if self.trace is not None:
             self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu()))
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[TraceEntry]]:
+        """Collect the selections made inside the `with` block; a trace around it gets them, too."""
+        entries: list[TraceEntry] = []
+        outer, self.trace = self.trace, entries
+        try:
+            yield entries
+        finally:
+            self.trace = outer
+            if outer is not None:
+                outer += entries
 
     @property
     def bytes_read(self) -> int:

@@ -111,7 +111,7 @@ class AgreementRouter(Router):
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
         own = self._own_query(query, pages.layer_idx)
-        target = _as_mask(self.base.select(own, _for_first(pages, 1)), pages)
+        target = self.base.select(own, _for_first(pages, 1)).mask(len(pages.index))
         drafted = self._drafted(pages, target)
         drafted = drafted.expand_as(target)
         agreed, union = (drafted & target) | pages.forced(), drafted | target | pages.forced()
@@ -133,7 +133,7 @@ class AgreementRouter(Router):
 
         def ask(queries: Tensor) -> Tensor:
             grouped = queries.unflatten(1, (kv_heads, -1)).float()
-            read = _as_mask(self.base.select(grouped, _for_first(pages, queries.shape[2])), pages)
+            read = self.base.select(grouped, _for_first(pages, queries.shape[2])).mask(len(pages.index))
             return _tokens_of(read, pages)
 
         tokens = self.expects(pages.layer_idx, ask)
@@ -186,13 +186,6 @@ def _tokens_of(mask: Tensor, pages: Pages) -> Tensor:
     page = (torch.searchsorted(starts, token.repeat(len(mask), 1), right=True) - 1).clamp_min(0)  # [B, T]
     inside = (token >= starts.gather(-1, page)) & (token < (starts + pages.lengths).gather(-1, page))
     return mask.gather(-1, page[:, None].expand(-1, mask.shape[1], -1)) & inside[:, None]
-
-
-def _as_mask(selection: Selection, pages: Pages) -> Tensor:
-    """Which pages are selected, `[B, H, P]`."""
-    count = len(pages.index)
-    mask = selection.valid.new_zeros(*selection.pages.shape[:2], count + 1)  # the last column takes what does not count
-    return mask.scatter_(-1, selection.pages.masked_fill(~selection.valid, count), True)[..., :count]
 
 
 def _as_selection(mask: Tensor) -> Selection:

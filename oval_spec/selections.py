@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,20 +14,10 @@ from oval_core.layer import OvalLayer
 from oval_core.stats import TraceEntry
 
 
-@contextmanager
-def traced(model: PreTrainedModel, wanted: bool = True) -> Iterator[list[TraceEntry]]:
+def traced(model: PreTrainedModel, wanted: bool = True) -> AbstractContextManager[list[TraceEntry]]:
     """The selections that an attached model makes inside the `with` block; none unless `wanted`."""
-    binding, entries = binding_of(model), list[TraceEntry]()
-    if binding is None or not wanted:
-        yield entries
-        return
-    before, binding.recorder.trace = binding.recorder.trace, entries
-    try:
-        yield entries
-    finally:
-        binding.recorder.trace = before
-        if before is not None:
-            before += entries
+    binding = binding_of(model) if wanted else None
+    return nullcontext([]) if binding is None else binding.recorder.tracing()
 
 
 def tokens_read(entries: Sequence[TraceEntry], layer: OvalLayer) -> Tensor | None:

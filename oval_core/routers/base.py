@@ -105,6 +105,12 @@ class Selection(NamedTuple):
     tail: Partial | None = None
     then: tuple[Selection, ...] = ()
 
+    def mask(self, num_pages: int) -> Tensor:
+        """Which of `num_pages` pages are read exactly, bool `[B, H, num_pages]`; without `then`."""
+        shape = (*self.pages.shape[:2], num_pages + 1)  # the last column takes what does not count
+        read = torch.zeros(shape, dtype=torch.bool, device=self.pages.device)
+        return read.scatter_(-1, self.pages.masked_fill(~self.valid, num_pages), True)[..., :num_pages]
+
     def joined(self) -> Selection:
         """All pages that are read exactly, as one part."""
         parts = (self, *self.then)

@@ -16,7 +16,7 @@ from oval_core.page_view import view_pages
 from oval_core.routers import Pages, make_router
 from oval_spec import MedusaDrafter, ModelDrafter, PromptLookupDrafter, SparseSelfDrafter, speculative_generate
 from oval_spec.cached_model import CachedModel
-from oval_spec.page_sets import AgreementRouter, _as_mask, _tokens_of
+from oval_spec.page_sets import AgreementRouter, _tokens_of
 from oval_spec.predicted_queries import PredictedQueries
 from oval_spec.tree import Tree
 from tests.core.tiny_models import llama
@@ -99,7 +99,7 @@ def test_sets_and_what_they_cover() -> None:
     counts = Counter[str]()
     for layer, (pages, query) in zip(target.layers, seen, strict=True):
         assert query.shape[3] == 1, "the first pass has no last state: the root stands for it"
-        chosen = _as_mask(select(query, pages), pages)
+        chosen = select(query, pages).mask(len(pages.index))
         for row, table in enumerate(layer.tables):
             for head in range(2):
                 counts += naive_counts(table, chosen[row, head].tolist(), (40, 70) if row == 0 else (0, 0))
