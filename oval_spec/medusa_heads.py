@@ -127,12 +127,18 @@ class MedusaHeads(nn.Module):
         flat = torch.baddbmm(self.own_bias[:count, None], states.flatten(1, -2), self.own_weight[:count].mT)
         return flat.reshape(*states.shape[:-1], -1)
 
-    def logits_of(self, head: int, states: Tensor, lm_head: Any) -> Tensor:
-        """What one head says: its states `[.., hidden]` -> `[.., V]`."""
-        if self.own_weight is None or self.own_bias is None:
+    def logits_of(self, head: int, states: Tensor, lm_head: Any, words: Tensor | None = None) -> Tensor:
+        """What one head says: its states `[.., hidden]` -> `[.., V]`, or of the tokens `words [W]` alone `[.., W]`."""
+        if self.own_weight is not None and self.own_bias is not None:
+            weight, bias = self.own_weight[head], self.own_bias[head]
+        elif words is None or type(lm_head.weight) is not nn.Parameter:  # of a quantised one no rows can be taken
             logits: Tensor = lm_head(states)
-            return logits
-        return linear(states, self.own_weight[head], self.own_bias[head])
+            return logits if words is None else logits[..., words]
+        else:
+            weight, bias = lm_head.weight, lm_head.bias
+        if words is not None:
+            weight, bias = weight[words], None if bias is None else bias[words]
+        return linear(states, weight, bias)
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file in float16: to `path` if that ends so, else to `FILE` in that folder."""

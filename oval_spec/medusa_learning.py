@@ -47,11 +47,18 @@ def drawn(step: int, count: int, batch: int, seed: int) -> Tensor:
     return order[place * batch : (place + 1) * batch]
 
 
-def learn(heads: MedusaHeads, lm_head: Any, hidden: Tensor, labels: Tensor, accelerator: Any) -> float:
+def words_of(labels: Tensor) -> Tensor:
+    """The tokens among labels, int64 `[W]`, in ascending order."""
+    return labels[labels != IGNORED].unique()
+
+
+def learn(
+    heads: MedusaHeads, lm_head: Any, hidden: Tensor, labels: Tensor, accelerator: Any, words: Tensor | None = None
+) -> float:
     """Add the gradients of the loss to those of the heads; the loss.
 
     The vocabulary may be large: logits are made for a few positions at a time, and what they say about the states is
-    summed up before it goes on into the heads.
+    summed up before it goes on into the heads. With `words` those alone compete: most of a vocabulary never occurs.
 
     Args:
         heads: to train.
@@ -59,7 +66,10 @@ def learn(heads: MedusaHeads, lm_head: Any, hidden: Tensor, labels: Tensor, acce
         hidden: `[N, hidden]`.
         labels: int64 `[N, heads]`.
         accelerator: of the training.
+        words: tokens, int64 `[W]` in ascending order, every label among them; None: the whole vocabulary.
     """
+    if words is not None:
+        labels = torch.where(labels == IGNORED, IGNORED, torch.searchsorted(words, labels))
     with accelerator.autocast():
         states = heads.states(hidden.to(heads.weight.dtype))  # [heads, N, hidden]
     leaf, total = states.detach().requires_grad_(), 0.0
@@ -67,7 +77,7 @@ def learn(heads: MedusaHeads, lm_head: Any, hidden: Tensor, labels: Tensor, acce
         known = (labels[:, head] != IGNORED).nonzero()[:, 0]
         for part in known.split(_positions_at_a_time(lm_head)):
             with accelerator.autocast():
-                logits = heads.logits_of(head, leaf[head, part].to(_dtype_of(lm_head, leaf)), lm_head)
+                logits = heads.logits_of(head, leaf[head, part].to(_dtype_of(lm_head, leaf)), lm_head, words)
             loss = weight / len(known) * cross_entropy(logits.float(), labels[part, head], reduction="sum")
             accelerator.backward(loss)
             total += loss.item()

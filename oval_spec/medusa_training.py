@@ -3,9 +3,9 @@
     python -m oval_spec.medusa_training --model NAME --text FILE [FILE ...] --out DIR
 
 The target goes on with prompts cut from the texts; heads learn the prompts and, above all, what follows them. The loss
-is the cross-entropy of the target's tokens, mean over the heads with weights 1, 0.8, 0.64, ... An interrupted run goes
-on where it stopped if the same command is given again. What is printed at the end is measured where the target goes on
-greedily with held-out ends of the texts:
+is the cross-entropy of the target's tokens among all that occur, mean over the heads with weights 1, 0.8, 0.64, ... An
+interrupted run goes on where it stopped if the same command is given again. What is printed at the end is measured
+where the target goes on greedily with held-out ends of the texts, among the whole vocabulary:
 
     loss    that loss
     top-1   by head, how often its best candidate is what the target says
@@ -43,7 +43,7 @@ from oval_spec.cached_model import head_of
 from oval_spec.drafters.base import check_count
 from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons
 from oval_spec.medusa_heads import MedusaHeads, name_of
-from oval_spec.medusa_learning import Measured, drawn, learn, measure
+from oval_spec.medusa_learning import Measured, drawn, learn, measure, words_of
 
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
 LARGEST_GRADIENT = 1.0
@@ -174,10 +174,11 @@ class _Run:
     def through(self, lessons: Lessons) -> None:
         """Take all steps that are left."""
         bar = tqdm(total=self.settings.steps, initial=self.step, desc="Medusa heads", unit="step")
+        words = words_of(lessons.labels)
         with bar, interrupts_wait() as interrupted:
             while self.step < self.settings.steps:
                 chosen = drawn(self.step, len(lessons.hidden), self.settings.batch, self.seed)
-                loss = self._advance(Lessons(lessons.hidden[chosen], lessons.labels[chosen]))
+                loss = self._advance(Lessons(lessons.hidden[chosen], lessons.labels[chosen]), words)
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                 bar.update()
                 self.state.after_step(self._content, interrupted())
@@ -191,12 +192,13 @@ class _Run:
         self.state.remove()
         print(f"Medusa heads after {self.step} steps, held out: {measured}")
 
-    def _advance(self, lessons: Lessons) -> float:
+    def _advance(self, lessons: Lessons, words: Tensor) -> float:
         """One step; its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rate * share_of_rate(self.step, self.settings.steps)
         device = self.heads.weight.device
-        loss = learn(self.heads, self.lm_head, lessons.hidden.to(device), lessons.labels.to(device), self.accelerator)
+        hidden, labels, words = (tensor.to(device) for tensor in (*lessons, words))
+        loss = learn(self.heads, self.lm_head, hidden, labels, self.accelerator, words)
         self.accelerator.clip_grad_norm_(self.heads.parameters(), LARGEST_GRADIENT)
         self.optimizer.step()
         self.optimizer.zero_grad()

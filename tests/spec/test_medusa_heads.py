@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from oval_spec import MedusaHeads
@@ -43,6 +44,19 @@ def test_untrained_heads_repeat_the_target(own_heads: bool) -> None:
     torch.testing.assert_close(logits, lm_head(hidden).expand(3, -1, -1, -1))
 
 
+class Quantised:
+    """An output head whose weight holds no rows to pick from."""
+
+    weight = torch.zeros(0, dtype=torch.int8)
+
+    def __init__(self, lm_head: Any) -> None:
+        self.lm_head = lm_head
+
+    def __call__(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(states)
+        return logits
+
+
 @pytest.mark.parametrize("own_heads", [False, True])
 def test_heads_compute_what_the_docstring_says(own_heads: bool) -> None:
     heads, lm_head, hidden = random_heads(own_heads=own_heads), head_of(llama()), torch.randn(5, HIDDEN)
@@ -59,6 +73,9 @@ def test_heads_compute_what_the_docstring_says(own_heads: bool) -> None:
             expected = states[head] @ heads.own_weight[head].T + heads.own_bias[head]
         torch.testing.assert_close(together[head], expected)
         torch.testing.assert_close(heads.logits_of(head, states[head], lm_head), expected)
+        words = torch.tensor([3, 90, 17])
+        for found in (lm_head, Quantised(lm_head)):
+            torch.testing.assert_close(heads.logits_of(head, states[head], found, words), expected[:, words])
 
 
 @pytest.mark.parametrize("own_heads", [False, True])

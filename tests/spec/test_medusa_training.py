@@ -15,7 +15,7 @@ from oval_spec import MedusaDrafter, MedusaHeads, medusa_data, medusa_learning, 
 from oval_spec.cached_model import head_of, watch_head
 from oval_spec.medusa_data import NOTHING, DataSettings, Frame, cut_prompts, go_on, read_lessons
 from oval_spec.medusa_heads import IGNORED
-from oval_spec.medusa_learning import Measured, conditional, drawn, learn
+from oval_spec.medusa_learning import Measured, conditional, drawn, learn, words_of
 from oval_spec.medusa_training import TrainingSettings, _frames, train_medusa
 from tests.core.tiny_models import llama, prompt
 from tests.spec.counting_model import CYCLE, FIRST, LAST, after, counted, counting_model
@@ -98,18 +98,23 @@ def test_the_target_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize("with_words", [False, True])
 def test_the_loss_and_its_gradients_are_those_of_all_logits_at_once(
-    own_heads: bool, monkeypatch: pytest.MonkeyPatch
+    own_heads: bool, with_words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(medusa_learning, "MOST_LOGITS", 7 * 96)
     lm_head = head_of(llama().requires_grad_(False))
     heads = random_heads(own_heads=own_heads).requires_grad_(True)
-    hidden, labels = torch.randn(30, HIDDEN), torch.randint(0, 96, (30, 3))
+    hidden, labels = torch.randn(30, HIDDEN), torch.randint(0, 48, (30, 3)) * 2
     labels[20:, 2], labels[5, 0] = IGNORED, IGNORED
-    loss = learn(heads, lm_head, hidden, labels, Accelerator(mixed_precision="no"))
+    words = words_of(labels) if with_words else None
+    loss = learn(heads, lm_head, hidden, labels, Accelerator(mixed_precision="no"), words)
     found = {name: parameter.grad for name, parameter in heads.named_parameters()}
     heads.zero_grad()
     logits = heads.logits(heads.states(hidden), lm_head)
+    if with_words:
+        absent = torch.tensor([token not in {*labels.flatten().tolist()} for token in range(96)])
+        logits = logits.masked_fill(absent, -torch.inf)
     each = [cross_entropy(logits[head], labels[:, head], ignore_index=IGNORED) for head in range(3)]
     expected = (each[0] + 0.8 * each[1] + 0.64 * each[2]) / 2.44
     expected.backward()
