@@ -1,8 +1,9 @@
 """Speculative decoding against `model.generate`: speed, accepted tokens, and whether the text is the same.
 
-All variants continue the same prompts greedily, in turns, from the same prefilled cache; the clock runs from the first
-new token to the last. `speedup` is the median over the prompts of a group of the seconds a token that `generate` with a
-`DynamicCache` takes, over those of the variant. Page sets are measured in runs of their own, which are not timed.
+All variants continue the same prompts greedily (noise: at random, from one seed), in turns, from the same prefilled
+cache; the clock runs from the first new token to the last. `speedup` is the median over the prompts of a group of the
+seconds a token that `generate` with a `DynamicCache` takes, over those of the variant. Page sets are measured in runs
+of their own, which are not timed.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _measure(
                 runs[variant.title].append(variant.run(prompt, copy.deepcopy(cache), options.new_tokens))
                 progress.update()
                 if options.look_every is not None and variant.look is not None:
-                    arguments = (prompt.tokens, copy.deepcopy(cache), options.new_tokens, options.look_every)
+                    arguments = (prompt, copy.deepcopy(cache), options.new_tokens, options.look_every)
                     looks[variant.title].append(variant.look(*arguments))
     return [
         replace(_row(variant, runs, dtype, context, group), **_page_sets(looks[variant.title])) for variant in variants

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -48,8 +47,8 @@ class Variant:
 
     drafter: str
     mode: str
-    call: Callable[[Tensor, DynamicCache, int, TokenClock], tuple[Tensor, SpeculativeStats | None]]
-    look: Callable[[Tensor, DynamicCache, int, int], SpeculativeStats] | None = None
+    call: Callable[[SpeculativePrompt, DynamicCache, int, TokenClock], tuple[Tensor, SpeculativeStats | None]]
+    look: Callable[[SpeculativePrompt, DynamicCache, int, int], SpeculativeStats] | None = None
 
     @property
     def title(self) -> str:
@@ -59,7 +58,7 @@ class Variant:
     def run(self, prompt: SpeculativePrompt, cache: DynamicCache, new_tokens: int) -> Run:
         """Continue a prompt whose tokens but the last are in `cache`."""
         clock = TokenClock()
-        sequences, stats = self.call(prompt.tokens, cache, new_tokens, clock)
+        sequences, stats = self.call(prompt, cache, new_tokens, clock)
         return Run(sequences[0, prompt.tokens.shape[1] :].tolist(), clock.token_s, stats)
 
 
@@ -99,10 +98,9 @@ def _plain(model: PreTrainedModel, goes_on: bool = True, **how: Any) -> Any:
     """`goes_on`: from the prefilled cache."""
     run: Any = model.generate
 
-    def call(prompt: Tensor, cache: DynamicCache, new_tokens: int, clock: TokenClock) -> tuple[Tensor, None]:
-        mask = torch.ones_like(prompt)
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, "streamer": clock, **how}
-        return run(prompt, attention_mask=mask, cache=cache if goes_on else None, **settings), None
+    def call(prompt: SpeculativePrompt, cache: DynamicCache, new_tokens: int, clock: TokenClock) -> tuple[Tensor, None]:
+        settings = {"max_new_tokens": new_tokens, "streamer": clock, **how}
+        return run(**prompt.generate, cache=cache if goes_on else None, **settings), None
 
     return call
 
@@ -120,7 +118,7 @@ def _paged(model: PreTrainedModel) -> Any:
 def _speculative(model: PreTrainedModel, make: Callable[[], Drafter], **how: Any) -> Any:
     config = OvalConfig(stats_every=0) if "mode" in how else None
 
-    def call(prompt: Tensor, cache: DynamicCache, new_tokens: int, clock: TokenClock) -> tuple[Tensor, Any]:
+    def call(prompt: SpeculativePrompt, cache: DynamicCache, new_tokens: int, clock: TokenClock) -> tuple[Tensor, Any]:
         out = _generate(model, make(), prompt, cache, new_tokens, streamer=clock, config=config, **how)
         return out.sequences, out.stats
 
@@ -128,7 +126,7 @@ def _speculative(model: PreTrainedModel, make: Callable[[], Drafter], **how: Any
 
 
 def _looking(model: PreTrainedModel, make: Callable[[], Drafter]) -> Any:
-    def look(prompt: Tensor, cache: DynamicCache, new_tokens: int, look_every: int) -> Any:
+    def look(prompt: SpeculativePrompt, cache: DynamicCache, new_tokens: int, look_every: int) -> Any:
         config = OvalConfig(stats_every=0)
         return _generate(model, make(), prompt, cache, new_tokens, config=config, look_every=look_every).stats
 
@@ -136,8 +134,12 @@ def _looking(model: PreTrainedModel, make: Callable[[], Drafter]) -> Any:
 
 
 def _generate(
-    model: PreTrainedModel, drafter: Drafter, prompt: Tensor, cache: DynamicCache, new_tokens: int, **how: Any
+    model: PreTrainedModel,
+    drafter: Drafter,
+    prompt: SpeculativePrompt,
+    cache: DynamicCache,
+    new_tokens: int,
+    **how: Any,
 ) -> Any:
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    settings = {"cache": cache, "max_new_tokens": new_tokens, "do_sample": False, **how}
-    return speculative_generate(model, inputs, drafter, **settings)
+    settings = {**prompt.generate, "cache": cache, "max_new_tokens": new_tokens, **how}
+    return speculative_generate(model, {"input_ids": settings.pop("input_ids")}, drafter, **settings)

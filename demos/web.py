@@ -1,6 +1,6 @@
 """Talk about a picture in the browser: answers, what was read for them, and where OVAL looked.
 
-`python -m demos.web` serves a page on this machine; it fetches nothing from elsewhere. Needs `pip install gradio`.
+`python -m demos.web` serves a page on this machine; it fetches nothing from elsewhere. Needs the extra `web`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
     options = parser.parse_args(arguments)
     config = make_config(parser, options)
+    if find_spec("gradio") is None:
+        sys.exit('web: needs gradio, which is not installed: pip install -e ".[web]"')
     try:
         model, processor = load(options.model)
     except (OSError, ValueError) as error:

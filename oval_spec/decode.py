@@ -84,7 +84,9 @@ def speculative_generate(
             "exact" then. None: never.
         look_every: measure D and T, and what they cover, at every n-th verification, which costs a dense read; in mode
             "exact" that verification reads D & T first, then the rest of D | T, then everything else. None: never.
-        adapt: draft less, and then nothing for a while, where drafts keep being refused.
+        adapt: draft less, and then nothing for a while, where drafts cost more than they bring. That is measured by the
+            clock, except where the text depends on the sizes of drafts: in mode "pages", and for sampled rows that
+            share a random generator.
         generate: any argument of `model.generate` but beams, scores, attentions and hidden states. A `streamer` needs
             a single row, and so do logits processors that remember the steps of all rows.
 
@@ -166,7 +168,8 @@ def speculative_decoding(
         target = CachedModel(model, config.for_device(model.device), model_kwargs.pop("cache", None))
         model_inputs = _prompt(model, input_ids, target, model_kwargs)
         with target.watch_hidden() if drafter.needs_hidden else nullcontext():
-            verification, pace = Verification(target, drafter, plan), Pace(drafter.most_tokens, adapt)
+            by_clock = mode == "exact" and not (wanted.do_sample and len(input_ids) > 1)
+            verification, pace = Verification(target, drafter, plan), Pace(drafter.most_tokens, adapt, by_clock)
             run = Generation(verification, pace, wanted, [Text(row) for row in input_ids])
             run.through(model_inputs)
     sequences = _padded([text.tokens for text in run.texts], generation_config, input_ids)

@@ -5,6 +5,7 @@ texts ── draft ──> trees ── read ──> logits ── walk ──> 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Generation:
             self._checked = [len(text) for text in self.texts]
             self._stream()
             while any(self.running):
-                self._step(self._draft())
+                self._step()
                 if self._check_is_due():
                     self._check()
                 self._stream()
@@ -97,15 +98,17 @@ class Generation:
             trees = [tree.down_to(left) for tree, left in zip(trees, room, strict=True)]
         return [tree.truncated(size) if goes_on else Tree() for tree, goes_on in zip(trees, self.running, strict=True)]
 
-    def _step(self, trees: list[Tree]) -> None:
-        """One pass of the target; the texts grow."""
+    def _step(self) -> None:
+        """One draft, one pass of the target; the texts grow."""
+        begin = time.perf_counter()
+        trees = self._draft()
         walks = self._verify(trees, self.verification.how(any(map(len, trees))), "verify")
         drafted = [(tree, found) for tree, found in zip(trees, walks, strict=True) if found is not None and len(tree)]
         self.stats.history.append([None if found is None else len(found.path) for found in walks])
         for tree, found in drafted:
             self.stats.count(tree, found)
-        if drafted:
-            self.pace.record(sum(len(found.path) for _, found in drafted) / len(drafted))
+        accepted = sum(len(found.path) for _, found in drafted) / max(1, len(drafted))
+        self.pace.record(max(map(len, trees)), accepted, time.perf_counter() - begin)
 
     def _verify(self, trees: list[Tree], how: AbstractContextManager[Any], phase: str) -> list[Walk | None]:
         """Read the trees, follow them, keep the paths; None for a row that had ended before."""

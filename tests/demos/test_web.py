@@ -83,9 +83,13 @@ def test_bad_input_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     assert not hasattr(room.model, "_oval")
 
 
-def test_models_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="web: "):
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "find_spec", lambda name: True)
+    with pytest.raises(SystemExit, match=r"web: .*nothing"):
         web.main(["--model", str(tmp_path / "nothing")])
+    monkeypatch.setattr(web, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="web: needs gradio"):
+        web.main([])
 
 
 @contextmanager
