@@ -17,8 +17,6 @@ def load_heads(model: PreTrainedModel, path: Path | None = None) -> MedusaHeads 
     Raises:
         FileNotFoundError, ValueError: there are none in `path`, or they are for another model.
     """
-    if path is None and not HEADS.exists():
-        return None
     heads = MedusaHeads.load(path or HEADS)
     try:
         heads.check(model)

@@ -84,7 +84,7 @@ def speculative_generate(
             "exact" then. None: never.
         look_every: measure D and T, and what they cover, at every n-th verification, which costs a dense read; in mode
             "exact" that verification reads D & T first, then the rest of D | T, then everything else. None: never.
-        adapt: draft less, and then nothing for a while, where drafts cost more than they bring. That is measured by the
+        adapt: draft as much as pays most, and nothing for a while where nothing pays. That is measured by the
             clock, except where the text depends on the sizes of drafts: in mode "pages", and for sampled rows that
             share a random generator.
         generate: any argument of `model.generate` but beams, scores, attentions and hidden states. A `streamer` needs

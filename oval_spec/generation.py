@@ -107,8 +107,7 @@ class Generation:
         self.stats.history.append([None if found is None else len(found.path) for found in walks])
         for tree, found in drafted:
             self.stats.count(tree, found)
-        accepted = sum(len(found.path) for _, found in drafted) / max(1, len(drafted))
-        self.pace.record(max(map(len, trees)), accepted, time.perf_counter() - begin)
+        self.pace.record([(tree, found.path) for tree, found in drafted], time.perf_counter() - begin)
 
     def _verify(self, trees: list[Tree], how: AbstractContextManager[Any], phase: str) -> list[Walk | None]:
         """Read the trees, follow them, keep the paths; None for a row that had ended before."""

@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         data, training = _settings(DataSettings, options), _settings(TrainingSettings, options)
-        texts = {str(path): _read(path) for path in options.text}
+        texts = _read_all(options.text)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     device = make_accelerator().device
@@ -247,6 +247,14 @@ def _frames(tokenizer: Any, instructions: Sequence[str]) -> list[Frame]:
 
 def _settings(kind: Any, options: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
+
+
+def _read_all(paths: Sequence[Path]) -> dict[str, str]:
+    """Text files by name, so that the record of a training names no folders. Raises as `_read` does."""
+    texts = {path.name: _read(path) for path in paths}
+    if len(texts) < len(paths):
+        raise ValueError(f"expected text files of different names, got {', '.join(map(str, paths))}")
+    return texts
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from oval_spec.cached_model import head_of, watch_head
 from oval_spec.medusa_data import NOTHING, DataSettings, Frame, cut_prompts, go_on, read_lessons
 from oval_spec.medusa_heads import IGNORED
 from oval_spec.medusa_learning import Measured, conditional, drawn, learn, words_of
-from oval_spec.medusa_training import TrainingSettings, _frames, train_medusa
+from oval_spec.medusa_training import RECORD_FILE, TrainingSettings, _frames, train_medusa
 from tests.core.tiny_models import llama, prompt
 from tests.spec.counting_model import CYCLE, FIRST, LAST, after, counted, counting_model
 from tests.spec.test_medusa_heads import HIDDEN, random_heads
@@ -239,6 +240,7 @@ def test_the_command_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "Medusa heads after 2 steps, held out: loss" in capsys.readouterr().out
     heads = MedusaHeads.load(tmp_path / "out")
     assert (heads.num_heads, heads.hidden_size, heads.model) == (2, 32, "model"), "no path of this machine"
+    assert [*json.loads((tmp_path / "out" / RECORD_FILE).read_text())["about"]["texts"]] == ["text.txt"]
 
 
 @pytest.mark.parametrize(
@@ -247,14 +249,23 @@ def test_the_command_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (None, [], "No such file or directory"),
         ("  \n", [], "expected a text, got an empty file"),
         ("text", ["--heads", "0"], "heads must be an integer >= 1, got 0"),
+        ("text", ["--text", "text.txt", "a/text.txt"], "expected text files of different names, got text.txt, a/text"),
     ],
 )
 def test_the_command_names_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, more: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str | None,
+    more: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     if content is not None:
-        text.write_text(content)
+        for file in (text, tmp_path / "a" / "text.txt"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(content)
     with pytest.raises(SystemExit):
         medusa_training.main(["--model", "none", "--text", str(text), "--out", str(tmp_path / "out"), *more])
     assert message in capsys.readouterr().err
