@@ -30,6 +30,7 @@ from oval_spec.cached_model import DENSE, CachedModel
 from oval_spec.drafters.base import Drafter
 from oval_spec.generation import Generation, Wanted
 from oval_spec.pace import Pace
+from oval_spec.short_linears import quick_short_linears
 from oval_spec.stats import SpeculativeStats
 from oval_spec.text import Text
 from oval_spec.verification import ReadingPlan, Verification
@@ -164,7 +165,8 @@ def speculative_decoding(
     _check_rows(len(input_ids), logits_processor, streamer)
     wanted = Wanted(logits_processor, stopping_criteria, generation_config.do_sample, streamer)
     config = config or (OvalConfig() if mode == "pages" else drafter.paging or DENSE)
-    with torch.no_grad(), nullcontext() if binding_of(model) else attach(model, config):
+    attached = nullcontext() if binding_of(model) else attach(model, config)
+    with torch.no_grad(), attached, quick_short_linears(model):
         target = CachedModel(model, config.for_device(model.device), model_kwargs.pop("cache", None))
         model_inputs = _prompt(model, input_ids, target, model_kwargs)
         with target.watch_hidden() if drafter.needs_hidden else nullcontext():

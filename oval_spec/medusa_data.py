@@ -178,6 +178,11 @@ def _said_after(
     return rows
 
 
+def words_of(rows: Tensor) -> Tensor:
+    """The tokens of such rows, int64 `[W]` in ascending order."""
+    return rows[rows != NOTHING].unique()
+
+
 @torch.no_grad()
 def read_lessons(
     model: PreTrainedModel, rows: Tensor, heads: int, settings: DataSettings, held_out: bool = False

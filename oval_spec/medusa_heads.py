@@ -12,7 +12,8 @@ needs only the ranking, which that leaves as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from oval_spec.drafters.base import check_count, check_share
 FILE, FORMAT = "medusa_heads.safetensors", "oval medusa heads 1"
 SIZES = ("hidden_size", "num_heads", "num_blocks", "vocab_size")
 ENTRIES = (*SIZES, "own_heads", "model", "accuracies")
+WORDS = "words"
 IGNORED = -100  # no label: what torch's cross-entropy leaves out
 Accuracies = list[list[float]]
 
@@ -45,6 +47,9 @@ class MedusaHeads(nn.Module):
         accuracies: by head and rank, how often that candidate is the right one where all earlier heads had the right
             one among theirs; None: nobody measured.
 
+    Attributes:
+        words: the tokens that they have learned to choose among, int64 `[W]` in ascending order; None: the vocabulary.
+
     Raises:
         TypeError, ValueError: an argument is out of range.
     """
@@ -53,6 +58,7 @@ class MedusaHeads(nn.Module):
     bias: Tensor  # [heads, blocks, hidden]
     own_weight: Tensor | None  # [heads, V, hidden]
     own_bias: Tensor | None  # [heads, V]
+    words: Tensor | None
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class MedusaHeads(nn.Module):
             raise ValueError("own_heads needs vocab_size, got None")
         self.own_heads, self.model = own_heads, model
         self.accuracies = _checked(accuracies, num_heads)
+        self.register_buffer("words", None)
         for name, shape in self._shapes().items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         if not own_heads:
@@ -127,6 +134,17 @@ class MedusaHeads(nn.Module):
         flat = torch.baddbmm(self.own_bias[:count, None], states.flatten(1, -2), self.own_weight[:count].mT)
         return flat.reshape(*states.shape[:-1], -1)
 
+    def speaker(self, lm_head: Any) -> Callable[[Tensor], Tensor]:
+        """What turns states of the first heads `[heads, .., hidden]` into logits `[heads, .., V]`, or `[.., W]` with
+        `words`: it holds a copy of the rows of the target's output head that are needed, so that each use is quick."""
+        words = self.words
+        if words is None:
+            return partial(self.logits, lm_head=lm_head)
+        if self.own_heads or type(lm_head.weight) is not nn.Parameter:
+            return lambda states: self.logits(states, lm_head)[..., words]
+        bias = None if lm_head.bias is None else lm_head.bias[words]
+        return partial(linear, weight=lm_head.weight[words], bias=bias)
+
     def logits_of(self, head: int, states: Tensor, lm_head: Any, words: Tensor | None = None) -> Tensor:
         """What one head says: its states `[.., hidden]` -> `[.., V]`, or of the tokens `words [W]` alone `[.., W]`."""
         if self.own_weight is not None and self.own_bias is not None:
@@ -147,6 +165,8 @@ class MedusaHeads(nn.Module):
         file = _file(path)
         about = {name: getattr(self, name) for name in ENTRIES}
         tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in self.named_parameters()}
+        if self.words is not None:
+            tensors[WORDS] = self.words.cpu().int()
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, file, {"format": FORMAT, "about": json.dumps(about)})
         return file
@@ -167,8 +187,10 @@ class MedusaHeads(nn.Module):
             heads = MedusaHeads(**about)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file}: {error}") from None
+        words = tensors.pop(WORDS, None)
         require_tensors(file, tensors, torch.float16, heads._shapes())
         heads.load_state_dict(tensors)
+        heads.words = None if words is None else _checked_words(file, words, heads.vocab_size)
         return heads.requires_grad_(False)
 
     def _shapes(self) -> dict[str, list[int]]:
@@ -216,6 +238,17 @@ def _about(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         found = sorted(about) if isinstance(about, dict) else about
         raise ValueError(f"{file}: expected metadata about {sorted(ENTRIES)}, got {found}")
     return about
+
+
+def _checked_words(file: Path, words: Tensor, vocab_size: int | None) -> Tensor:
+    """Tokens in ascending order, as int64."""
+    fits = words.dtype == torch.int32 and words.dim() == 1 and len(words) > 0 and bool((words.diff() > 0).all())
+    if not fits or int(words[0]) < 0 or (vocab_size is not None and int(words[-1]) >= vocab_size):
+        raise ValueError(
+            f"{file}: expected {WORDS} as int32 tokens of a vocabulary of {vocab_size} in ascending order, "
+            f"got {words.dtype} {list(words.shape)}"
+        )
+    return words.long()
 
 
 def _checked(accuracies: Sequence[Sequence[float]] | None, heads: int) -> Accuracies | None:

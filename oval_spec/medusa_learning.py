@@ -47,11 +47,6 @@ def drawn(step: int, count: int, batch: int, seed: int) -> Tensor:
     return order[place * batch : (place + 1) * batch]
 
 
-def words_of(labels: Tensor) -> Tensor:
-    """The tokens among labels, int64 `[W]`, in ascending order."""
-    return labels[labels != IGNORED].unique()
-
-
 def learn(
     heads: MedusaHeads, lm_head: Any, hidden: Tensor, labels: Tensor, accelerator: Any, words: Tensor | None = None
 ) -> float:
@@ -66,10 +61,9 @@ def learn(
         hidden: `[N, hidden]`.
         labels: int64 `[N, heads]`.
         accelerator: of the training.
-        words: tokens, int64 `[W]` in ascending order, every label among them; None: the whole vocabulary.
+        words: tokens, int64 `[W]` in ascending order; other labels are ignored. None: the whole vocabulary.
     """
-    if words is not None:
-        labels = torch.where(labels == IGNORED, IGNORED, torch.searchsorted(words, labels))
+    labels = _among(words, labels)
     with accelerator.autocast():
         states = heads.states(hidden.to(heads.weight.dtype))  # [heads, N, hidden]
     leaf, total = states.detach().requires_grad_(), 0.0
@@ -87,19 +81,21 @@ def learn(
 
 
 @torch.no_grad()
-def measure(heads: MedusaHeads, lm_head: Any, lessons: Lessons) -> Measured:
-    """What heads can do; every lesson has a label for each of them."""
+def measure(heads: MedusaHeads, lm_head: Any, lessons: Lessons, words: Tensor | None = None) -> Measured:
+    """What heads can do; every lesson has a label for each of them. One that is not among `words` counts as missed."""
     at_a_time, device = _positions_at_a_time(lm_head), heads.weight.device
     losses, hits = torch.zeros(heads.num_heads), list[Tensor]()
-    for hidden, labels in zip(lessons.hidden.split(at_a_time), lessons.labels.to(device).split(at_a_time), strict=True):
+    words = None if words is None else words.to(device)
+    every = _among(words, lessons.labels.to(device))
+    for hidden, labels in zip(lessons.hidden.split(at_a_time), every.split(at_a_time), strict=True):
         found = []
         for head, states in enumerate(heads.states(hidden.to(device, heads.weight.dtype))):
-            logits = heads.logits_of(head, states.to(_dtype_of(lm_head, states)), lm_head).float()
-            losses[head] += cross_entropy(logits, labels[:, head], reduction="sum").cpu()
+            logits = heads.logits_of(head, states.to(_dtype_of(lm_head, states)), lm_head, words).float()
+            losses[head] += cross_entropy(logits, labels[:, head], reduction="sum", ignore_index=IGNORED).cpu()
             found.append(logits.topk(min(RANKS, logits.shape[-1])).indices == labels[:, head, None])
         hits.append(torch.stack(found).cpu())  # [heads, n, ranks]
     right = torch.cat(hits, dim=1)
-    loss = (losses / right.shape[1]) @ torch.tensor(_weights(heads.num_heads))
+    loss = (losses / (every != IGNORED).sum(0).clamp_min(1).cpu()) @ torch.tensor(_weights(heads.num_heads))
     top1, top5 = (right[..., :most].any(-1).double().mean(1).tolist() for most in (1, 5))
     return Measured(loss.item(), top1, top5, conditional(right))
 
@@ -115,6 +111,14 @@ def conditional(right: Tensor) -> Accuracies:
         shares.append((of_head[reached].double().sum(0) / max(1, int(reached.sum()))).tolist())
         reached &= of_head.any(-1)
     return shares
+
+
+def _among(words: Tensor | None, labels: Tensor) -> Tensor:
+    """Labels as their places among `words`; `IGNORED` where they are not among them."""
+    if words is None:
+        return labels
+    place = torch.searchsorted(words, labels).clamp_max(len(words) - 1)
+    return torch.where(words[place] == labels, place, IGNORED)
 
 
 def _weights(heads: int) -> list[float]:

@@ -2,10 +2,10 @@
 
     python -m oval_spec.medusa_training --model NAME --text FILE [FILE ...] --out DIR
 
-The target goes on with prompts cut from the texts; heads learn the prompts and, above all, what follows them. The loss
-is the cross-entropy of the target's tokens among all that occur, mean over the heads with weights 1, 0.8, 0.64, ... An
-interrupted run goes on where it stopped if the same command is given again. What is printed at the end is measured
-where the target goes on greedily with held-out ends of the texts, among the whole vocabulary:
+The target goes on with prompts cut from the texts; heads learn the prompts and, above all, what follows them, and
+choose among the tokens that occur there. The loss is the cross-entropy of the target's tokens, mean over the heads with
+weights 1, 0.8, 0.64, ... An interrupted run goes on where it stopped if the same command is given again. What is
+printed at the end is measured where the target goes on greedily with held-out ends of the texts:
 
     loss    that loss
     top-1   by head, how often its best candidate is what the target says
@@ -41,9 +41,9 @@ from oval_core.training_state import (
 )
 from oval_spec.cached_model import head_of
 from oval_spec.drafters.base import check_count
-from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons
+from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons, words_of
 from oval_spec.medusa_heads import MedusaHeads, name_of
-from oval_spec.medusa_learning import Measured, drawn, learn, measure, words_of
+from oval_spec.medusa_learning import Measured, drawn, learn, measure
 
 RECORD_FILE, STATE_FILE = "training.json", "training.pt"
 LARGEST_GRADIENT = 1.0
@@ -117,10 +117,10 @@ def train_medusa(
         return Measured(**found["measured"])
     with _frozen(model):
         run = _Run(model, training, data.seed, StateFile(out / STATE_FILE, about))
-        learned, held_out = _lessons(out, model, cut_prompts(texts, data, frames), data, training.heads, source)
-        run.through(learned)
-        measured = measure(run.heads, head_of(model), held_out)
-    run.finish(record, measured)
+        learned, held_out, words = _lessons(out, model, cut_prompts(texts, data, frames), data, training.heads, source)
+        run.through(learned, words)
+        measured = measure(run.heads, head_of(model), held_out, words)
+    run.finish(record, measured, words)
     return measured
 
 
@@ -147,13 +147,14 @@ def _lessons(
     data: DataSettings,
     heads: int,
     source: Content,
-) -> tuple[Lessons, Lessons]:
-    """To learn from, and held out; what the target said is kept in `out`."""
+) -> tuple[Lessons, Lessons, Tensor]:
+    """To learn from, held out, and the tokens that occur; what the target said is kept in `out`."""
     rows = [
         go_on(model, some, data, temperature, StateFile(out / f"{name}.pt", source, every_s=30))
         for some, name, temperature in zip(prompts, ("said", "said_held_out"), (data.temperature, 0.0), strict=True)
     ]
-    return read_lessons(model, rows[0], heads, data), read_lessons(model, rows[1], heads, data, held_out=True)
+    learned = read_lessons(model, rows[0], heads, data)
+    return learned, read_lessons(model, rows[1], heads, data, held_out=True), words_of(rows[0])
 
 
 class _Run:
@@ -171,10 +172,9 @@ class _Run:
             self.heads.load_state_dict(saved["heads"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
-    def through(self, lessons: Lessons) -> None:
-        """Take all steps that are left."""
+    def through(self, lessons: Lessons, words: Tensor) -> None:
+        """Take all steps that are left, among the tokens `words`."""
         bar = tqdm(total=self.settings.steps, initial=self.step, desc="Medusa heads", unit="step")
-        words = words_of(lessons.labels)
         with bar, interrupts_wait() as interrupted:
             while self.step < self.settings.steps:
                 chosen = drawn(self.step, len(lessons.hidden), self.settings.batch, self.seed)
@@ -183,9 +183,9 @@ class _Run:
                 bar.update()
                 self.state.after_step(self._content, interrupted())
 
-    def finish(self, record: Path, measured: Measured) -> None:
+    def finish(self, record: Path, measured: Measured, words: Tensor) -> None:
         """Leave heads and record beside each other, and no state."""
-        self.heads.accuracies = measured.accuracies
+        self.heads.accuracies, self.heads.words = measured.accuracies, words
         self.heads.save(record.parent)
         content = {"about": self.state.about, "measured": dataclasses.asdict(measured)}
         write_whole(record, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
@@ -19,7 +19,7 @@ from oval_spec.predicted_queries import PredictedQueries
 from oval_spec.text import Text
 from oval_spec.tree import Tree, check_paths, likely_paths
 
-MOST_TOKENS = 16
+MOST_TOKENS = 12
 UNMEASURED = tuple(0.5 ** (1 + rank) for rank in range(10))  # by rank, for every head whose accuracies nobody measured
 
 
@@ -60,27 +60,30 @@ class MedusaDrafter(Drafter):
         self.most_tokens = len(self.paths)
         self._target: CachedModel | None = None
         self._ready: MedusaHeads | None = None  # on the device and in the dtype of the hidden states
+        self._says: Callable[[Tensor], Tensor] | None = None
         self._queries: PredictedQueries | None = None  # None: the target's cannot be predicted
         self._states: Tensor | None = None  # of the last draft, [depths, B, hidden]
 
     def check(self, target: PreTrainedModel) -> None:
         """See `Drafter.check`."""
         self.heads.check(target)
-        widest, vocabulary = max(map(max, self.paths)), head_of(target).out_features
-        if widest >= vocabulary:
-            raise ValueError(f"ranks of paths must be below the vocabulary of {vocabulary}, got {widest}")
+        words = self.heads.words
+        widest, choice = max(map(max, self.paths)), head_of(target).out_features if words is None else len(words)
+        if widest >= choice:
+            raise ValueError(f"ranks of paths must be below the vocabulary of {choice}, got {widest}")
 
     @contextmanager
     def begin(self, target: CachedModel, model_inputs: dict[str, Any], texts: Sequence[Text]) -> Iterator[None]:
         """See `Drafter.begin`."""
         assert target.hidden is not None
         self._target, self._ready = target, deepcopy(self.heads).to(target.hidden)
+        self._says = self._ready.speaker(head_of(target.model))
         with suppress(ValueError):
             self._queries = PredictedQueries(target.model)
         try:
             yield
         finally:
-            self._target, self._ready, self._queries, self._states = None, None, None, None
+            self._target, self._ready, self._says, self._queries, self._states = None, None, None, None, None
 
     def draft(self, seen: Seen, most: int) -> list[Tree]:
         """See `Drafter.draft`."""
@@ -102,10 +105,11 @@ class MedusaDrafter(Drafter):
     def _candidates(self, hidden: Tensor, depths: int, ranks: int) -> list[list[list[int]]]:
         """The best tokens of each head, best first, `[depths, B, ranks]`, from the hidden states `[B, hidden]`."""
         assert self._ready is not None
+        assert self._says is not None
         assert self._target is not None
         noted = self._target.hidden
         self._states = self._ready.states(hidden, depths)
-        logits = self._ready.logits(self._states, head_of(self._target.model))
-        self._target.hidden = noted  # whoever watches the target's head saw our states, too
-        best: list[list[list[int]]] = torch.topk(logits, ranks).indices.tolist()
-        return best
+        best = torch.topk(self._says(self._states), ranks).indices
+        self._target.hidden = noted  # whoever watches the target's head may have seen our states, too
+        candidates: list[list[list[int]]] = (best if self._ready.words is None else self._ready.words[best]).tolist()
+        return candidates

@@ -1,12 +1,15 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from oval_core import OvalConfig, attach
 from oval_spec import Drafter, MedusaDrafter, MedusaHeads, Tree, speculative_generate
-from oval_spec.cached_model import head_of, watch_head
+from oval_spec.cached_model import CachedModel, head_of, watch_head
 from oval_spec.drafters import Seen
+from oval_spec.drafters.medusa import MOST_TOKENS
 from tests.core.tiny_models import PAD, VOCAB, llama, prompt
 from tests.spec.counting_model import CYCLE, counted, counting_model
 from tests.spec.test_medusa_heads import HIDDEN, random_heads
@@ -74,6 +77,7 @@ def test_right_heads_have_every_token_accepted(paths: Any) -> None:
         MedusaDrafter(_counting_heads(3), paths),
         max_new_tokens=21,
         do_sample=False,
+        adapt=False,
     )
     assert out.sequences is not None
     assert out.stats is not None
@@ -127,7 +131,7 @@ def test_the_shape_follows_the_accuracies() -> None:
     assert MedusaDrafter(unsure, most_tokens=2).paths == ((0,), (1,))
     unmeasured = MedusaDrafter(random_heads(3), most_tokens=5)
     assert unmeasured.paths == ((0,), (0, 0), (1,), (0, 0, 0), (0, 1))
-    assert MedusaDrafter(random_heads(3)).most_tokens == 16
+    assert MedusaDrafter(random_heads(3)).most_tokens == MOST_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -154,3 +158,32 @@ def test_what_does_not_fit_is_refused() -> None:
         speculative_generate(model, prompt(8), MedusaDrafter(MedusaHeads(HIDDEN, 1, 1, 97)), max_new_tokens=2)
     with pytest.raises(ValueError, match="below the vocabulary of 96, got 96"):
         speculative_generate(model, prompt(8), MedusaDrafter(random_heads(), [(VOCAB,)]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+def test_only_tokens_that_were_learned_are_drafted(own_heads: bool) -> None:
+    """The candidates are the best among `words`, whatever else has higher logits."""
+    model, words = counting_model(), torch.tensor([3, 4, 8, 11, 50])
+    heads = MedusaHeads.for_target(model, 2, own_heads=own_heads)
+    torch.nn.init.normal_(heads.weight, std=0.2)
+    heads.words = words
+    drafter, hidden = (
+        MedusaDrafter(heads.requires_grad_(False), ((0,), (1,), (0, 0))),
+        torch.randn(3, heads.hidden_size),
+    )
+    expected = heads.logits(heads.states(hidden), head_of(model))[..., words].topk(2).indices
+    with attach(model, OvalConfig()), torch.no_grad():
+        target = CachedModel(model, OvalConfig())
+        target.hidden = hidden
+        with drafter.begin(target, {}, []):
+            assert drafter._candidates(hidden, 2, 2) == words[expected].tolist()
+
+
+def test_more_candidates_than_words(tmp_path: Path) -> None:
+    heads = MedusaHeads.for_target(counting_model(), 1)
+    heads.words = torch.tensor([5, 9])
+    loaded = MedusaHeads.load(heads.save(tmp_path))
+    assert loaded.words is not None
+    assert loaded.words.tolist() == [5, 9]
+    with pytest.raises(ValueError, match="ranks of paths must be below the vocabulary of 2, got 2"):
+        MedusaDrafter(loaded, ((0,), (1,), (2,))).check(counting_model())

@@ -122,6 +122,15 @@ def test_a_file_that_is_not_as_it_says_is_refused(tmp_path: Path, entries: dict[
         MedusaHeads.load(tmp_path)
 
 
+@pytest.mark.parametrize("words", [[], [5, 4], [4, 4], [-1, 3], [3, VOCAB]])
+def test_words_that_are_no_tokens_are_refused(tmp_path: Path, words: list[int]) -> None:
+    heads = random_heads()
+    heads.words = torch.tensor(words, dtype=torch.long)
+    heads.save(tmp_path)
+    with pytest.raises(ValueError, match="expected words as int32 tokens of a vocabulary of 96 in ascending order"):
+        MedusaHeads.load(tmp_path)
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"expected Medusa heads in .*, got no file"):
         MedusaHeads.load(tmp_path)

@@ -16,7 +16,7 @@ from oval_spec import MedusaDrafter, MedusaHeads, medusa_data, medusa_learning, 
 from oval_spec.cached_model import head_of, watch_head
 from oval_spec.medusa_data import NOTHING, DataSettings, Frame, cut_prompts, go_on, read_lessons
 from oval_spec.medusa_heads import IGNORED
-from oval_spec.medusa_learning import Measured, conditional, drawn, learn, words_of
+from oval_spec.medusa_learning import Measured, conditional, drawn, learn
 from oval_spec.medusa_training import RECORD_FILE, TrainingSettings, _frames, train_medusa
 from tests.core.tiny_models import llama, prompt
 from tests.spec.counting_model import CYCLE, FIRST, LAST, after, counted, counting_model
@@ -108,7 +108,7 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits_at_once(
     heads = random_heads(own_heads=own_heads).requires_grad_(True)
     hidden, labels = torch.randn(30, HIDDEN), torch.randint(0, 48, (30, 3)) * 2
     labels[20:, 2], labels[5, 0] = IGNORED, IGNORED
-    words = words_of(labels) if with_words else None
+    words = labels[labels != IGNORED].unique() if with_words else None
     loss = learn(heads, lm_head, hidden, labels, Accelerator(mixed_precision="no"), words)
     found = {name: parameter.grad for name, parameter in heads.named_parameters()}
     heads.zero_grad()
