@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oval_core.binding import BINDING, Binding
 from oval_core.dense import dense_attention
 from oval_core.layer import OvalLayer
-from oval_core.page_view import tokens_to_read, view_pages
+from oval_core.page_view import reads_of, view_pages
 from oval_core.routers import Pages, Selection
 
 
@@ -193,9 +193,8 @@ def _tier_by_tier(
     selection = binding.recorder.timed(layer.router.select, query, pages)
     parts = [] if selection.tail is None else [selection.tail]
     for part in (selection, *selection.then):
-        tokens, readable = tokens_to_read(layer, part, query.shape[3], mask, with_open=part is selection)
-        keys, values = layer.store.gather(tokens)
-        parts.append(kernels.attend(query, keys, values, readable, pages.scaling, pages.softcap))
+        reads = reads_of(layer, part, query.shape[3], mask, with_open=part is selection)
+        parts.append(kernels.attend_pages(query, *layer.store.dense(), reads, pages.scaling, pages.softcap))
     out = kernels.merge(parts, _sink_logits(sinks, query.shape[1]))
     return out.flatten(1, 2).transpose(1, 2).contiguous(), selection.joined() if selection.then else selection
 

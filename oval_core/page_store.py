@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oval_core.memory import lasting, take
+from oval_core.memory import lasting
 
 GROWTH = 1.5
 SPARE_TOKENS = 256
@@ -117,16 +117,6 @@ class PageStore:
             )
         for row, length in self._row_slices():
             self.visible[row, length - visible.shape[1] : length] = visible[row]
-
-    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy tokens by position.
-
-        Args:
-            tokens: int64 `[B, H, n]`, positions inside the storage.
-
-        Returns: keys `[B, H, n, D]` and values `[B, H, n, D_v]`.
-        """
-        return take(self._keys, tokens), take(self._values, tokens)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget the tokens of each row from `lengths[row]` on. Raises ValueError, see `check_crop`."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from oval_core.binding import Binding
+from oval_core.kernels import Reads
 from oval_core.layer import OvalLayer
 from oval_core.routers import Pages, Selection
 
@@ -62,34 +63,40 @@ def _seen_tokens(mask: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     return before.gather(-1, end) - before.gather(-1, begin)
 
 
-def tokens_to_read(
+def reads_of(
     layer: OvalLayer, selection: Selection, num_queries: int, mask: Tensor | None, with_open: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens of the selected pages and, `with_open`, of the open tail.
+) -> Reads:
+    """The tokens of the selected pages and, `with_open`, those of the open tail, page by page.
 
-    Returns: int64 `[B, H, n]`, and which of them each query may read, bool `[B, H, Q, n]`.
+    Args:
+        num_queries: Q, the newest tokens.
+        mask: bool `[B, 1, Q, T]` or None.
     """
-    device, store, heads = selection.pages.device, layer.store, selection.pages.shape[1]
-    ends = [table.sealed_end for table in layer.tables]
-    tail = max(length - end for length, end in zip(store.lengths, ends, strict=True)) if with_open else 0
-    length, sealed_end = torch.tensor(store.lengths, device=device), torch.tensor(ends, device=device)
+    device, store, size = selection.pages.device, layer.store, layer.config.page_size
+    starts = _at(layer.pages.starts, selection.pages)
+    lengths = _at(layer.pages.lengths, selection.pages) * selection.valid
+    stored = torch.tensor(store.lengths, device=device)[:, None]
+    if with_open:
+        open_starts, open_lengths = _open_runs(layer, device)
+        starts, lengths = (
+            torch.cat([pages, runs[:, None].expand(-1, pages.shape[1], -1)], -1)
+            for pages, runs in ((starts, open_starts), (lengths, open_lengths))
+        )
+    if mask is None and store.visible is not None:
+        mask = store.visible[:, None, None, : store.num_tokens].expand(-1, -1, num_queries, -1)
+    return Reads(starts, lengths, size, stored - num_queries + torch.arange(num_queries, device=device), mask)
 
-    offset = torch.arange(layer.config.page_size, device=device)
-    starts, lengths = _at(layer.pages.starts, selection.pages), _at(layer.pages.lengths, selection.pages)
-    in_pages = (starts[..., None] + offset).flatten(2)
-    belongs = ((offset < lengths[..., None]) & selection.valid[..., None]).flatten(2)
-    in_tail = (sealed_end[:, None] + torch.arange(tail, device=device))[:, None].expand(-1, heads, -1)
-    tokens = torch.cat([in_pages, in_tail], -1).clamp_max(store.num_tokens - 1)
 
-    position = length[:, None] - num_queries + torch.arange(num_queries, device=device)  # [B, Q]
-    causal = in_tail[:, :, None] <= position[:, None, :, None]
-    readable = torch.cat([belongs[:, :, None].expand(-1, -1, num_queries, -1), causal], -1)
-    if mask is not None:
-        index = tokens[:, :, None].expand(-1, -1, num_queries, -1)
-        readable = readable & mask.expand(-1, heads, num_queries, -1).gather(-1, index)
-    elif store.visible is not None:
-        readable = readable & _at(store.visible, tokens)[:, :, None]
-    return tokens, readable
+def _open_runs(layer: OvalLayer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the runs of at most a page start that the open tail of each row consists of, and their lengths `[B, n]`."""
+    size = layer.config.page_size
+    ends = [(table.sealed_end, length) for table, length in zip(layer.tables, layer.store.lengths, strict=True)]
+    first = range(0, max(length - end for end, length in ends), size)
+    starts = [[end + offset for offset in first] for end, _ in ends]
+    lengths = [
+        [min(max(length - start, 0), size) for start in row] for row, (_, length) in zip(starts, ends, strict=True)
+    ]
+    return torch.tensor(starts, device=device, dtype=torch.long), torch.tensor(lengths, device=device, dtype=torch.long)
 
 
 def _at(per_row: Tensor, index: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from oval_core.kernels.api import Kernels, Partial
+from oval_core.kernels.api import Kernels, Partial, Reads
 
 IMPLEMENTATIONS = {"reference": ("torch", None), "cpu": ("numba", "cpu")}  # name: (package it needs, device it needs)
 
-__all__ = ["IMPLEMENTATIONS", "Kernels", "Partial", "available", "check_implementation", "load", "resolve"]
+__all__ = ["IMPLEMENTATIONS", "Kernels", "Partial", "Reads", "available", "check_implementation", "load", "resolve"]
 
 
 def available(device: torch.device | None = None) -> list[str]:

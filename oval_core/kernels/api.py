@@ -20,6 +20,24 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+class Reads(NamedTuple):
+    """Which stored tokens an exact read covers: runs of tokens, each KV head its own.
+
+    Attributes:
+        starts: first token of each run, int64 `[B, H, n]`; anywhere, also in the middle of a page.
+        lengths: tokens of each run, int64 `[B, H, n]`, 0 to `page_size`; runs do not overlap.
+        page_size: the most tokens that a run holds.
+        last: the last position that each query may read, int64 `[B, Q]`.
+        mask: bool `[B, 1, Q, T]`, True where a query may read (padding, trees); None: everywhere up to `last`.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    page_size: int
+    last: Tensor
+    mask: Tensor | None
+
+
 class Kernels(Protocol):
     """The functions of a kernel module."""
 
@@ -45,6 +63,12 @@ class Kernels(Protocol):
         """Exact attention, see `reference.attend`."""
         ...
 
+    def attend_pages(
+        self, query: Tensor, keys: Tensor, values: Tensor, reads: Reads, scaling: float, softcap: float | None
+    ) -> Partial:
+        """Exact attention straight from the token storage, see `reference.attend_pages`."""
+        ...
+
     def unsupported(
         self, query: Tensor, layer: OvalLayer, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
     ) -> str | None:
@@ -52,7 +76,7 @@ class Kernels(Protocol):
         ...
 
     def cascade(self, query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float) -> tuple[Tensor, Selection]:
-        """Optional: what `select` of a router, `attend` and `merge` do together, in one call; see `cpu.cascade`.
+        """Optional: what `select` of a router, `attend_pages` and `merge` do together, in one call; see `cpu.cascade`.
 
         `query` is `[B, heads, Q, D]` in any dtype; the output is float32 `[B, Q, heads, D_v]`.
 

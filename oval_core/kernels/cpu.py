@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oval_core.kernels import cpu_loops as loops
-from oval_core.kernels.reference import attend, coarse_scores, evaluate_bases, merge
+from oval_core.kernels.reference import attend, attend_pages, coarse_scores, evaluate_bases, merge
 from oval_core.routers.base import Selection
 from oval_core.routers.basis import BasisRouter
 from oval_core.routers.box import BoxRouter
@@ -24,7 +24,17 @@ from oval_core.routers.box import BoxRouter
 if TYPE_CHECKING:
     from oval_core.layer import OvalLayer
 
-__all__ = ["FUSED_ROUTERS", "attend", "cascade", "coarse_scores", "evaluate_bases", "merge", "unsupported", "warm_up"]
+__all__ = [
+    "FUSED_ROUTERS",
+    "attend",
+    "attend_pages",
+    "cascade",
+    "coarse_scores",
+    "evaluate_bases",
+    "merge",
+    "unsupported",
+    "warm_up",
+]
 
 # torch's OpenMP threads spin between operations; a pool of its own would fight them for the cores.
 _settings: Any = numba.config

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from oval_core.basis import PageBasis
-from oval_core.kernels.api import Partial
+from oval_core.kernels.api import Partial, Reads
+from oval_core.memory import take
 
 
 def coarse_scores(query: Tensor, basis: PageBasis, scaling: float, softcap: float | None) -> Tensor:
@@ -67,6 +68,29 @@ def attend(
     lse = logits.logsumexp(-1)
     weights = (logits - _finite(lse)[..., None]).exp()
     return Partial(_per_head(weights, values.float().mT), lse)
+
+
+def attend_pages(
+    query: Tensor, keys: Tensor, values: Tensor, reads: Reads, scaling: float, softcap: float | None
+) -> Partial:
+    """Exact attention over runs of stored tokens.
+
+    Args:
+        query: `[B, H, G, Q, D]`.
+        keys, values: what is stored, `[B, H, T, D]` and `[B, H, T, D_v]`.
+        reads: which of it.
+
+    Returns: `out [B, H, G, Q, D_v]` and `lse [B, H, G, Q]`; a query that may read nothing gets zeros and -inf.
+    """
+    offset = torch.arange(reads.page_size, device=query.device)
+    position = (reads.starts[..., None] + offset).flatten(2)  # [B, H, n S]
+    there = (offset < reads.lengths[..., None]).flatten(2)[:, :, None]
+    readable = there & (position[:, :, None] <= reads.last[:, None, :, None])  # [B, H, Q, n S]
+    position = position.clamp_max(keys.shape[2] - 1)
+    if reads.mask is not None:
+        index = position[:, :, None].expand_as(readable)
+        readable &= reads.mask.expand(-1, index.shape[1], -1, -1).gather(-1, index)
+    return attend(query, take(keys, position), take(values, position), readable, scaling, softcap)
 
 
 def merge(parts: list[Partial], sink_logits: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from oval_core import kernels
 from oval_core.basis import PageBasis, build_basis
 from oval_core.kernels import reference
-from oval_core.kernels.api import Partial
+from oval_core.kernels.api import Partial, Reads
 from tests.tolerance import INT4_STEP, INT8_STEP, assert_as_accurate_as
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -84,6 +84,27 @@ def test_a_query_that_may_read_nothing_gets_zeros() -> None:
     assert got.out.isfinite().all()
     whole = reference.attend(*inputs, causal(3, 20), SCALING, None)
     assert torch.equal(got.out[:, 1], whole.out[:, 1])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attend_pages_reads_the_runs_it_is_told(queries: int, masked: bool) -> None:
+    """Runs anywhere, of any length; positions beyond `last` and masked ones are not read."""
+    query, keys, values = random_attention(queries, 61)
+    starts = torch.tensor([[[9, 40, 17, 53], [0, 0, 30, 57]], [[60, 1, 22, 8], [3, 12, 45, 56]]])
+    lengths = torch.tensor([[[5, 8, 0, 8], [3, 0, 7, 2]], [[1, 6, 8, 0], [8, 8, 0, 5]]])
+    last = torch.tensor([[55], [60]]) + torch.arange(queries)
+    mask = torch.rand(BATCH, 1, queries, 61) < 0.7 if masked else None
+    readable = torch.zeros(BATCH, HEADS, queries, 61, dtype=torch.bool)
+    for b, h, q, run in torch.cartesian_prod(*map(torch.arange, (BATCH, HEADS, queries, 4))).tolist():
+        for token in range(starts[b, h, run], starts[b, h, run] + lengths[b, h, run]):
+            seen = token <= last[b, q] and (mask is None or mask[b, 0, q, token])
+            readable[b, h, q, token] = bool(seen)
+    assert readable.any(-1).all()
+    reads = Reads(starts, lengths, 8, last, mask)
+    got = reference.attend_pages(query, keys, values, reads, SCALING, None)
+    assert_as_accurate_as(partial(formula, mask=readable), (query, keys, values), got.out)
+    assert_as_accurate_as(lambda q, k, v: log_mass(q, k, readable), (query, keys, values), got.lse)
 
 
 @settings(max_examples=30)
@@ -178,6 +199,7 @@ def test_implementations_by_name() -> None:
     for name in names:
         assert kernels.resolve(name, torch.device("cpu")) == name
         implementation = kernels.load(name)
-        assert all(hasattr(implementation, part) for part in ("coarse_scores", "evaluate_bases", "attend", "merge"))
+        parts = ("coarse_scores", "evaluate_bases", "attend", "attend_pages", "merge")
+        assert all(hasattr(implementation, part) for part in parts)
     with pytest.raises(ValueError, match=r"impl must be 'auto' or one of .*'reference'.*, got 'cuda'"):
         kernels.load("cuda")

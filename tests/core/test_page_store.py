@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
@@ -113,18 +113,6 @@ class PageStoreMachine(RuleBasedStateMachine):
         rows = [row % len(self.rows) for row in rows]
         self.store.select_rows(torch.tensor(rows))
         self.rows = [self.rows[row].pick(range(len(self.rows[row]))) for row in rows]
-
-    @precondition(lambda self: min(self.lengths) > 0)
-    @rule(seed=st.integers(0, 999))
-    def gather(self, seed: int) -> None:
-        """Every head may ask for other tokens."""
-        rng = torch.Generator().manual_seed(seed)
-        tokens = torch.stack([torch.randint(length, (HEADS, 3), generator=rng) for length in self.lengths])
-        keys, values = self.store.gather(tokens)
-        for row, picks, k, v in zip(self.rows, tokens, keys, values, strict=True):
-            for head in range(HEADS):
-                assert torch.equal(k[head], row.keys[picks[head], head])
-                assert torch.equal(v[head], row.values[picks[head], head])
 
     @rule(bad=st.sampled_from(("batch", "dim", "dtype", "count", "crop", "keep", "reorder")))
     def fail(self, bad: str) -> None:
@@ -252,7 +240,7 @@ def test_the_dense_view_shares_the_storage() -> None:
     for first, second in zip(store.dense(), store.dense(), strict=True):
         assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     store.dense()[0][0, 0, 3] = 7.0
-    assert (store.gather(torch.full((2, HEADS, 1), 3))[0][0, 0] == 7.0).all()
+    assert (store.storage[0][0, 0, 3] == 7.0).all()
 
 
 def test_errors_say_what_was_expected() -> None:
