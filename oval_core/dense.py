@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from oval_core.dense_flash import flash_attention
+
 SHORT_CHUNK_TOKENS = 64  # queries
 
 
@@ -22,7 +24,7 @@ def dense_attention(
     dropout: float,
     **kwargs: Any,
 ) -> Tensor:
-    """Run transformers' own function; where it has only an eager one (softcap, sink logits), compute the same here.
+    """Run FlashAttention or SDPA as transformers would; where it has only an eager function, compute the same here.
 
     Args:
         dense_impl: the attention implementation that the model had before.
@@ -32,26 +34,28 @@ def dense_attention(
 
     Returns: `[B, Q, heads, D_v]`.
     """
+    if "flash" in dense_impl:
+        by_flash = flash_attention(dense_impl, module, query, key, value, mask, scaling, dropout, **kwargs)
+        if by_flash is not None:
+            return by_flash
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is not None or sinks is not None:
         if mask is None:
             mask = _causal_mask(module, query, key, kwargs.get("is_causal"))
         return _eager(query, key, value, mask, scaling, dropout, softcap, sinks)
-    if "flash" not in dense_impl or mask is not None:
-        dense_impl = "sdpa"  # the mask was made for it; a padded 4D mask cannot go to FlashAttention
-    if _is_short_chunk(dense_impl, query, key, mask, kwargs):
+    if _is_short_chunk(query, key, mask, kwargs):
         assert mask is not None
         return _by_kv_head(query, key, value, mask, scaling, dropout)
-    function = AttentionInterface()[dense_impl]
+    function = AttentionInterface()["sdpa"]  # the mask was made for it
     out: Tensor = function(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
     return out
 
 
-def _is_short_chunk(dense_impl: str, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+def _is_short_chunk(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
     """Whether a few queries read a cache under a mask: transformers would copy the keys for every query head."""
     few = 1 < query.shape[2] <= SHORT_CHUNK_TOKENS and query.shape[1] > key.shape[1]
     shared = mask is not None and mask.shape[1] == 1
-    return dense_impl == "sdpa" and few and shared and kwargs.get("position_bias") is None
+    return few and shared and kwargs.get("position_bias") is None
 
 
 def _by_kv_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, dropout: float) -> Tensor:
