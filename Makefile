@@ -10,7 +10,7 @@ RIVALS_STAMP := $(RIVALS)/.installed
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench bench-rivals check clean
+.PHONY: help setup demo test test-all bench bench-gpu bench-rivals check clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -47,6 +47,9 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.speculative --prompts 3 --new-tokens 128
 	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --look-every 16 --name speculative_long
 	$(RUN) -m benchmarks.readme
+
+bench-gpu: $(STAMP) ## check the kernels on a GPU and measure their speed, in ten minutes
+	$(RUN) -m benchmarks.gpu --minutes 10
 
 bench-rivals: $(STAMP) $(RIVALS_STAMP) ## compare with methods that evict, in an environment of their own
 	$(RUN) -c "from demos.smollm2 import load_model; load_model()" # fills the cache that both read

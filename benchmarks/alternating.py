@@ -7,17 +7,26 @@ import time
 from collections.abc import Callable, Mapping
 
 WARM_UP_ROUNDS = 3
+Clock = Callable[[Callable[[], object]], float]
 
 
-def time_in_turns(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def wall_s(call: Callable[[], object]) -> float:
+    """Seconds that `call` takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def time_in_turns(
+    variants: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = wall_s
+) -> dict[str, list[float]]:
     """Seconds of `rounds` calls of each variant; every round calls each once, after a few that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(WARM_UP_ROUNDS + rounds):
         for name, call in variants.items():
-            begin = time.perf_counter()
-            call()
+            spent = clock(call)
             if turn >= WARM_UP_ROUNDS:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(spent)
     return seconds
 
 

@@ -7,7 +7,6 @@ here. Figures are medians of alternated calls; the tiers are timed one by one.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.alternating import median_ms, speedup, time_in_turns
+from benchmarks.alternating import Clock, median_ms, speedup, time_in_turns, wall_s
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from oval_core import OvalConfig, kernels
@@ -29,6 +28,7 @@ from oval_core.stats import Recorder
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-3.1-8B": (32, 8, 128)}  # query heads, KV heads, head dimension
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COPY_BYTES = 256 * 1024**2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: torch.device = CPU, clock: Clock = wall_s) -> float:
     """Bytes a second that a large copy reads and writes."""
-    source, target = torch.ones(COPY_BYTES // 4), torch.empty(COPY_BYTES // 4)
-    seconds = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - begin)
-    return 2 * COPY_BYTES / min(seconds)
+    source, target = torch.ones(COPY_BYTES // 4, device=device), torch.empty(COPY_BYTES // 4, device=device)
+    return 2 * COPY_BYTES / min(clock(lambda: target.copy_(source)) for _ in range(6))
 
 
 def _measure(shape: str, dtype: str, context: int, calls: int, bandwidth: float) -> Row:
@@ -120,21 +115,27 @@ def time_configs(configs: list[OvalConfig], shape: tuple[int, int, int], context
 
 
 def random_layer(
-    config: OvalConfig, kv_heads: int, dim: int, context: int, dtype: torch.dtype = torch.float32
+    config: OvalConfig,
+    kv_heads: int,
+    dim: int,
+    context: int,
+    dtype: torch.dtype = torch.float32,
+    rows: int = 1,
+    device: torch.device = CPU,
 ) -> OvalLayer:
-    """A layer of one row whose keys come in clusters, as those of neighbouring tokens do."""
+    """A layer whose keys come in clusters, as those of neighbouring tokens do."""
     layer = OvalLayer(config, None, 0)
+    random = partial(torch.randn, dtype=dtype, device=device)
     for tokens in (context - 1, 1):
-        centres = torch.randn(1, kv_heads, tokens // 16 + 1, dim).repeat_interleave(16, 2)[:, :, :tokens]
-        keys: Tensor = centres + torch.randn(1, kv_heads, tokens, dim)
-        layer.update(keys.to(dtype), torch.randn(1, kv_heads, tokens, dim).to(dtype))
+        keys: Tensor = random(rows, kv_heads, tokens // 16 + 1, dim).repeat_interleave(16, 2)[:, :, :tokens]
+        layer.update(keys + random(rows, kv_heads, tokens, dim), random(rows, kv_heads, tokens, dim))
         layer.attended(None)
     return layer
 
 
-def bind(config: OvalConfig, impl: str = "auto") -> Binding:
+def bind(config: OvalConfig, impl: str = "auto", device: torch.device = CPU) -> Binding:
     """A binding outside of any model."""
-    return Binding(kernels.resolve(impl, torch.device("cpu")), "sdpa", Recorder(config))
+    return Binding(kernels.resolve(impl, device), "sdpa", Recorder(config))
 
 
 if __name__ == "__main__":

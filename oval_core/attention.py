@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from oval_core.binding import BINDING, Binding
 from oval_core.dense import dense_attention
+from oval_core.kernels import Partial, Reads
 from oval_core.layer import OvalLayer
 from oval_core.page_view import reads_of, view_pages
 from oval_core.routers import Pages, Selection
@@ -194,9 +195,21 @@ def _tier_by_tier(
     parts = [] if selection.tail is None else [selection.tail]
     for part in (selection, *selection.then):
         reads = reads_of(layer, part, query.shape[3], mask, with_open=part is selection)
-        parts.append(kernels.attend_pages(query, *layer.store.dense(), reads, pages.scaling, pages.softcap))
+        parts.append(_attend_pages(binding, layer, query, reads, pages.scaling, pages.softcap))
     out = kernels.merge(parts, _sink_logits(sinks, query.shape[1]))
     return out.flatten(1, 2).transpose(1, 2).contiguous(), selection.joined() if selection.then else selection
+
+
+def _attend_pages(
+    binding: Binding, layer: OvalLayer, query: Tensor, reads: Reads, scaling: float, softcap: float | None
+) -> Partial:
+    """Read exactly, and say so where the implementation has to leave that to another one."""
+    kernels, stored = binding.kernels, layer.store.dense()
+    if hasattr(kernels, "unsupported_reads"):
+        reason = kernels.unsupported_reads(query, *stored, reads, softcap)
+        if reason is not None:
+            binding.recorder.fall_back(reason)
+    return kernels.attend_pages(query, *stored, reads, scaling, softcap)
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:

@@ -17,14 +17,19 @@ def lasting(method: Method) -> Method:
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Copy `tensor [B, H, N, ...]` at `index [B, H, k]` into `[B, H, k, ...]`, whole rows at a time.
+    """Copy `tensor [B, H, N, ...]` at `index [B, H, k]` into `[B, H, k, ...]`, whole rows at a time."""
+    rows, first = rows_of(tensor)
+    return rows.index_select(0, (first + index).flatten()).view(*index.shape, *tensor.shape[3:])
+
+
+def rows_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """`tensor [B, H, N, ...]` as rows `[R, ...]`, without a copy, and the row that each head begins with, `[B, H, 1]`.
 
     The tensor may be the start of a longer one (`[:, :, :n]`): rows are addressed through its strides.
     """
     batch, heads, count = tensor.shape[:3]
     to_row, to_head, step = tensor.stride()[:3]
-    row = torch.arange(batch, device=index.device)[:, None, None] * (to_row // step)
-    head = torch.arange(heads, device=index.device)[:, None] * (to_head // step)
+    row = torch.arange(batch, device=tensor.device)[:, None, None] * (to_row // step)
+    head = torch.arange(heads, device=tensor.device)[:, None] * (to_head // step)
     rows = (batch - 1) * (to_row // step) + (heads - 1) * (to_head // step) + count
-    flat = tensor.as_strided((rows, *tensor.shape[3:]), tensor.stride()[2:])
-    return flat.index_select(0, (row + head + index).flatten()).view(*index.shape, *tensor.shape[3:])
+    return tensor.as_strided((rows, *tensor.shape[3:]), tensor.stride()[2:]), row + head

@@ -10,7 +10,11 @@ import torch
 
 from oval_core.kernels.api import Kernels, Partial, Reads
 
-IMPLEMENTATIONS = {"reference": ("torch", None), "cpu": ("numba", "cpu")}  # name: (package it needs, device it needs)
+IMPLEMENTATIONS = {  # name: (package it needs, device it needs); "auto" is the last that runs
+    "reference": ("torch", None),
+    "flash": ("torch", "cuda"),  # with `flash_attn_interface` or `flash_attn` where one is installed
+    "cpu": ("numba", "cpu"),
+}
 
 __all__ = ["IMPLEMENTATIONS", "Kernels", "Partial", "Reads", "available", "check_implementation", "load", "resolve"]
 

@@ -69,6 +69,12 @@ class Kernels(Protocol):
         """Exact attention straight from the token storage, see `reference.attend_pages`."""
         ...
 
+    def unsupported_reads(
+        self, query: Tensor, keys: Tensor, values: Tensor, reads: Reads, softcap: float | None
+    ) -> str | None:
+        """Optional: why `attend_pages` leaves such a call to another implementation, or None if it does not."""
+        ...
+
     def unsupported(
         self, query: Tensor, layer: OvalLayer, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
     ) -> str | None:

@@ -21,19 +21,26 @@ PAGE_MULTIPLE = 256  # of FlashAttention 2
 Calls = list[dict[str, Any]]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: int = -1
+) -> tuple[Tensor, Tensor]:
     """Output `[rows, heads, D_v]` and log-sum-exp `[heads, rows]` of one sequence; +inf where nothing is read."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1).transpose(0, 1).float() for x in (k, v))
     logits = (q.shape[-1] ** -0.5 if scale is None else scale) * q.transpose(0, 1).float() @ keys.mT
+    position = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
+    key = torch.arange(k.shape[0])
     if causal:
-        logits = logits.masked_fill(~torch.ones_like(logits, dtype=torch.bool).tril(k.shape[0] - q.shape[0]), -torch.inf)
+        logits = logits.masked_fill(key > position, -torch.inf)
+    if window >= 0:
+        logits = logits.masked_fill(key < position - window, -torch.inf)
     lse = logits.logsumexp(-1)
     out = (logits - lse[..., None]).exp().nan_to_num() @ values
     return out.transpose(0, 1).to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def _checked(q: Tensor, k: Tensor) -> None:
+def check(q: Tensor, k: Tensor) -> None:
+    """Refuse what FlashAttention refuses."""
     if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
 
@@ -55,7 +62,7 @@ def flash_attn_2(calls: Calls) -> ModuleType:
         return_attn_probs: bool = False,
     ) -> Tensor:
         calls.append({"function": "flash_attn_func", "q": q, "k": k})
-        rows = [attention(*x, softmax_scale, causal)[0] for x in zip(q, k, v, strict=True)]
+        rows = [attention(*x, softmax_scale, causal, window_size[0])[0] for x in zip(q, k, v, strict=True)]
         return torch.stack(rows)
 
     def flash_attn_varlen_func(
@@ -76,10 +83,10 @@ def flash_attn_2(calls: Calls) -> ModuleType:
         return_attn_probs: bool = False,
         block_table: Tensor | None = None,
     ) -> Tensor:
-        calls.append({"function": "flash_attn_varlen_func", "cu_seqlens_k": cu_seqlens_k, "window_size": window_size})
+        calls.append({"function": "flash_attn_varlen_func", "cu_seqlens_k": cu_seqlens_k})
         sizes_q, sizes_k = (x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k))
         parts = zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k), strict=True)
-        return torch.cat([attention(*part, softmax_scale, causal)[0] for part in parts])
+        return torch.cat([attention(*part, softmax_scale, causal, window_size[0])[0] for part in parts])
 
     def flash_attn_with_kvcache(
         q: Tensor,
@@ -169,7 +176,7 @@ def paged(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output `[batch, rows, heads, D_v]` and log-sum-exp `[batch, heads, rows]` of sequences that lie in pages."""
-    _checked(q, k_cache)
+    check(q, k_cache)
     assert isinstance(lengths, Tensor)
     assert lengths.dtype == table.dtype == torch.int32
     assert k_cache.stride(-1) == v_cache.stride(-1) == 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as transformers_flash
 
@@ -16,8 +16,8 @@ from oval_core import OvalConfig, attach
 from tests.core import flash_packages, tiny_models
 from tests.core.tiny_models import prompt
 
-SPARSE = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4)
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+SPARSE = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4, impl="reference")
+assert_close = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture
@@ -53,18 +53,18 @@ def test_prefill_calls_flash_attention(model: PreTrainedModel, calls: flash_pack
     plain = model(prompt(40)).logits
     asked = names(calls)
     with attach(model, SPARSE) as handle:
-        assert_close(model(prompt(40)).logits, plain, **CLOSE)
+        assert_close(model(prompt(40)).logits, plain)
         assert handle.stats()["dense_steps"] == {"empty cache": 1}
     assert asked == ["flash_attn_func"] * 2
     assert names(calls) == asked * 2
 
 
 def test_a_chunk_without_padding_goes_there_without_a_mask(model: PreTrainedModel, calls: flash_packages.Calls) -> None:
-    config = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4, max_sparse_query_tokens=4)
+    config = OvalConfig(page_size=8, seal_tokens=1, budget_pages=4, max_sparse_query_tokens=4, impl="reference")
     plain = tiny_models.read(model, [prompt(40), prompt(20, seed=1)])
     asked = names(calls)
     with attach(model, config):
-        assert_close(tiny_models.read(model, [prompt(40), prompt(20, seed=1)]), plain, **CLOSE)
+        assert_close(tiny_models.read(model, [prompt(40), prompt(20, seed=1)]), plain)
     assert names(calls) == asked * 2 == ["flash_attn_func"] * 8
 
 
@@ -78,11 +78,11 @@ def test_padding_goes_there_as_one_mask_for_all_queries(model: PreTrainedModel, 
     assert names(ours) == names(asked) == ["flash_attn_varlen_func"] * 2
     for mine, theirs in zip(ours, asked, strict=True):
         assert mine["cu_seqlens_k"].tolist() == theirs["cu_seqlens_k"].tolist() == [0, 40, 77, 111]
-    assert_close(got[mask.bool()], plain[mask.bool()], **CLOSE)
+    assert_close(got[mask.bool()], plain[mask.bool()])
 
 
 def test_greedy_text_of_padded_rows(model: PreTrainedModel, calls: flash_packages.Calls) -> None:
-    everything = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=1.0)  # dense at every step
+    everything = OvalConfig(page_size=8, seal_tokens=1, budget_ratio=1.0, impl="reference")  # dense at every step
     text, mask = prompt(40, rows=3), padded(3, 40)
     plain = tiny_models.generate(model, text, attention_mask=mask)
     asked = names(calls)
@@ -102,7 +102,7 @@ def test_what_a_padding_mask_cannot_say_goes_to_sdpa(
     plain = model(prompt(40), attention_mask=tree).logits
     model.set_attn_implementation("flash_attention_2")
     with attach(model, SPARSE):
-        assert_close(model(prompt(40), attention_mask=tree).logits, plain, **CLOSE)
+        assert_close(model(prompt(40), attention_mask=tree).logits, plain)
     assert calls == []
 
 
@@ -112,13 +112,14 @@ def test_sliding_layers_keep_their_window(calls: flash_packages.Calls) -> None:
     plain = model(text, attention_mask=mask).logits
     model.set_attn_implementation("flash_attention_2")
     with attach(model, SPARSE):
-        model(text, attention_mask=mask)
-    assert plain.isfinite().all()
+        got = model(text, attention_mask=mask).logits
     assert names(calls) == ["flash_attn_varlen_func"] * 2
-    assert all(call["window_size"] == (47, 47) or call["window_size"] == (47, 0) for call in calls)
+    assert_close(got[mask.bool()], plain[mask.bool()])
 
 
-def test_detaching_gives_the_model_its_flash_attention_back(model: PreTrainedModel, calls: flash_packages.Calls) -> None:
+def test_detaching_gives_the_model_its_flash_attention_back(
+    model: PreTrainedModel, calls: flash_packages.Calls
+) -> None:
     with attach(model, SPARSE):
         assert model.config._attn_implementation == "oval"
     assert model.config._attn_implementation == "flash_attention_2"
