@@ -22,15 +22,18 @@ from transformers import PreTrainedModel
 from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.settings import Setting, ablations, equal_bytes, frontier, head_dim_of, quick
+from benchmarks.settings import Setting, ablations, equal_bytes, frontier, head_dim_of, locality, quick
 from benchmarks.teacher_forcing import WARM_UP_TOKENS, Comparison, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
 from oval_core.kernels.cpu import FUSED_ROUTERS
 
 COMPILED = tuple(router.name for router in FUSED_ROUTERS)
-GROUPS = ("frontier", "equal", "ablation", "quick")
-_GROUPS_HELP = "settings: from few to many pages; OVAL and rivals at 12, 16 and 20 %% of the bytes; one choice changed"
+GROUPS = ("frontier", "equal", "ablation", "locality", "quick")
+_GROUPS_HELP = (
+    "settings: from few to many pages; OVAL and rivals at 12, 16 and 20 %% of the bytes; one choice changed; "
+    "locality and selections used again"
+)
 Entry = tuple[str, float | None, Setting]  # group, share of the bytes that it was made for, setting
 Plan = list[Entry]
 
@@ -40,7 +43,7 @@ class Row:
     """One text under one setting.
 
     `kl`, `top1` and `ppl_ratio` are means over the places, `kl_places` has one KL a place. `layer_ms` is the time of an
-    attention layer, for routers that run as compiled code.
+    attention layer, for routers that run as compiled code. `router_counts` are those of all texts together.
     """
 
     group: str
@@ -60,6 +63,7 @@ class Row:
     top1: float
     ppl_ratio: float
     hit_rate: float | None
+    router_counts: dict[str, int]
     layer_ms: float | None
 
 
@@ -102,6 +106,7 @@ def _plan(options: argparse.Namespace, context: int, model: PreTrainedModel) -> 
         "frontier": [("frontier", None, setting) for setting in frontier()],
         "equal": [("equal", share, setting) for share, setting in equal_bytes(context, head_dim_of(model.config))],
         "ablation": [("ablation", None, setting) for setting in ablations()],
+        "locality": [("locality", None, setting) for setting in locality()],
     }
     return [entry for name in options.groups for entry in groups[name]]
 
@@ -149,6 +154,7 @@ def _rows(entry: Entry, texts: list[str], context: int, result: Comparison, laye
             top1=mean(of_text(result.top1, text)),
             ppl_ratio=mean(of_text(result.ppl_ratio, text)),
             hit_rate=result.stats["route_hit_rate"],
+            router_counts=result.stats["router_counts"],
             layer_ms=layer_ms,
         )
         for text, name in enumerate(texts)

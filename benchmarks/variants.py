@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,13 @@ from torch import Tensor
 from oval_core.basis import PageBasis
 from oval_core.routers import Pages, Router, Selection
 from oval_core.routers.box import BoxRouter
+from oval_core.routers.locality import LocalityRouter
 from oval_core.routers.quest import QuestRouter
+from oval_core.routers.selection_cache import SelectionCacheRouter
 
 SCALE_BYTES = 4
+DECAY_WEIGHTS, GRAPH_WEIGHTS = (0.25, 0.5, 1.0), (0.25, 0.5, 1.0)  # nats
+LEAST_COSINES = (-1.0, 0.5, 0.7, 0.8, 0.9)
 
 
 class Int8QuestRouter(QuestRouter):
@@ -31,25 +36,16 @@ class Int8QuestRouter(QuestRouter):
         return pages * 2 * (basis.centroid.shape[-1] + SCALE_BYTES)
 
 
-class ReusingRouter(BoxRouter):
-    """The box router that selects at every n-th step only, and when a page was sealed."""
+class ReusingRouter(SelectionCacheRouter):
+    """The box router that selects at every n-th step only, whatever the queries are, and when a page was sealed."""
 
     def __init__(self, every: int) -> None:
-        self.name, self._every = f"box every {every}", every
-        self._kept: dict[int, tuple[int, int, Selection]] = {}
-
-    def select(self, query: Tensor, pages: Pages) -> Selection:
-        """See `Router.select`."""
-        position, sealed = int(pages.positions.max()), int(pages.counts.max())
-        kept = self._kept.get(pages.layer_idx)
-        if kept is None or not (0 < position - kept[0] < self._every and kept[1] == sealed):
-            kept = (position, sealed, super().select(query, pages))
-            self._kept[pages.layer_idx] = kept
-        return kept[2]
+        super().__init__(BoxRouter(), steps=every, min_cosine=-1)
+        self.name = f"box every {every}"
 
     def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
         """See `Router.metadata_bytes`; the mean over the steps."""
-        return super().metadata_bytes(pages, shortlist, basis, features) // self._every
+        return super().metadata_bytes(pages, shortlist, basis, features) // self.steps
 
 
 class CoverageRouter(BoxRouter):
@@ -75,9 +71,21 @@ def make_variant(name: str) -> str | Router:
     made: dict[str, Callable[[], Router]] = {
         Int8QuestRouter.name: Int8QuestRouter,
         **{f"box every {every}": partial(ReusingRouter, every) for every in (2, 4)},
+        **{f"basis + decay {weight}": _locality(decay_weight=weight) for weight in DECAY_WEIGHTS},
+        **{f"basis + shares {weight}": _locality(graph_weight=weight) for weight in GRAPH_WEIGHTS},
+        **{f"basis + graph {weight}": _locality(graph_weight=weight, refresh_tokens=4) for weight in GRAPH_WEIGHTS},
+        **{f"basis reused {cosine}": _reused(cosine) for cosine in LEAST_COSINES},
         **{f"box to {target:.0%}": partial(CoverageRouter, target) for target in (0.8, 0.9, 0.95)},
     }
     return made[name]() if name in made else name
+
+
+def _locality(**changes: Any) -> Callable[[], Router]:
+    return partial(LocalityRouter, **{"decay_weight": 0.0, "graph_weight": 0.0, **changes})
+
+
+def _reused(min_cosine: float) -> Callable[[], Router]:
+    return partial(SelectionCacheRouter, min_cosine=min_cosine)
 
 
 def _rounded(x: Tensor, levels: int) -> Tensor:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
+from oval_core.row_memory import RowMemory
+
 TEXT = -1  # tag of a page that belongs to no marked span
 
 
@@ -42,6 +44,7 @@ class PageTable:
     Args:
         page_size: most tokens a page holds.
         first: leading tokens that belong to no page (left padding).
+        memory: what routers remember of the row; forgets what came after a token that is cropped.
     """
 
     page_size: int
@@ -51,6 +54,7 @@ class PageTable:
     lengths: list[int] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    memory: RowMemory = field(default_factory=RowMemory, repr=False, compare=False)
 
     @property
     def num_pages(self) -> int:
@@ -164,7 +168,8 @@ class PageTable:
         return [*tokens] if span is None else [span.start + span.order[token - span.start] for token in tokens]
 
     def _open(self, token: int) -> None:
-        """Open the pages that hold a token from `token` on."""
+        """Open the pages that hold a token from `token` on; who read them came later."""
+        self.memory.crop(token)
         while self.starts and self.starts[-1] + self.lengths[-1] > token:
             del self.starts[-1], self.lengths[-1], self.tags[-1]
 
@@ -195,4 +200,5 @@ class PageTable:
             self.lengths.copy(),
             self.tags.copy(),
             self.spans.copy(),
+            self.memory.copy(),
         )

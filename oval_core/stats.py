@@ -57,6 +57,7 @@ class Recorder:
         self._pages = self._selections = 0
         self._hit_rates: list[Tensor] = []
         self._route_s: list[float] = []
+        self._router_counts: Counter[str] = Counter()
         self.unpageable: dict[int, str | None] = {}
         self._read: dict[tuple[int, int], PagesRead] = defaultdict(PagesRead)
 
@@ -115,6 +116,7 @@ class Recorder:
         self._bytes_dense += heads * token_bytes * sum(layer.store.lengths)
         self._pages = max(self._pages, max(counts) + 1)
         self._selections += heads * len(counts)
+        self._router_counts.update(selection.counts or {})
         self._read[layer.layer_idx, token_bytes].add(layer, selection)
         if self.samples or self.trace is not None:
             self._look_closer(layer, selection, look)
@@ -159,6 +161,7 @@ class Recorder:
             "read_ratio": bytes_read / self._bytes_dense if self._bytes_dense else None,
             "dense_steps": dict(self.dense_steps),
             "impl_fallbacks": dict(self.fallbacks),
+            "router_counts": dict(self._router_counts),
             "route_hit_rate": _mean([rate.item() for rate in self._hit_rates]),
             "page_utilization": _mean([read.share for read in self._read.values()]),
             "route_latency_p50_s": _percentile(self._route_s, 0.5),

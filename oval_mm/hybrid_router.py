@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oval_core.basis import PageBasis
 from oval_core.config import AUTO, ROUTER_OF_DEVICE
+from oval_core.kernels.api import Partial
 from oval_core.memory import lasting
 from oval_core.routers import Pages, Router, Selection
 from oval_core.routers.basis import BasisRouter
@@ -105,6 +106,10 @@ class HybridRouter(Router):
             return super().select(query, pages)
         coarse = pages.kernels.coarse_scores(query, pages.basis, pages.scaling, pages.softcap)
         return self._base.select_by(query, pages, coarse, self._shift(coarse, pages))
+
+    def tail_of(self, query: Tensor, pages: Pages, selection: Selection) -> Partial | None:
+        """See `Router.tail_of`."""
+        return self._base.tail_of(query, pages, selection)
 
     def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
         """See `Router.metadata_bytes`; counted as if all pages showed a picture."""

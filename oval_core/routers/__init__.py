@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from oval_core.routers.base import Pages, Router, Selection
 from oval_core.routers.basis import BasisRouter
 from oval_core.routers.box import BoxRouter
+from oval_core.routers.locality import LocalityRouter
 from oval_core.routers.mean import MeanRouter
 from oval_core.routers.oracle import OracleRouter
 from oval_core.routers.quest import QuestRouter
 from oval_core.routers.random import RandomRouter
+from oval_core.routers.selection_cache import SelectionCacheRouter
 from oval_core.routers.window import WindowRouter
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ ROUTERS: tuple[type[Router], ...] = (
     WindowRouter,
     RandomRouter,
     OracleRouter,
+    LocalityRouter,
+    SelectionCacheRouter,
 )
+AROUND_BASIS = {kind.name: kind for kind in (LocalityRouter, SelectionCacheRouter)}  # by name they wrap this router
 
 __all__ = ["ROUTERS", "Pages", "Router", "Selection", "check_router", "make_router"]
 
@@ -46,8 +51,11 @@ def make_router(config: OvalConfig) -> Router:
         return config.router
     if config.router == "auto":
         raise ValueError("router 'auto' depends on the device: make one from config.for_device(device)")
+    basis = BasisRouter(estimate_tail=config.estimate_tail == "shortlist")
     if config.router == BasisRouter.name:
-        return BasisRouter(estimate_tail=config.estimate_tail == "shortlist")
+        return basis
+    if config.router in AROUND_BASIS:
+        return AROUND_BASIS[config.router](basis)
     if config.router == RandomRouter.name:
         return RandomRouter(config.seed)
     kinds: dict[str, Any] = {kind.name: kind for kind in ROUTERS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ class Pages:
         positions: int64 `[B, Q]`, absolute position of each query in its row, padding not counted.
         hidden_states: input of the attention module, `[B, Q, hidden]`, if the router asked for it.
         layer_idx, scaling, softcap, kernels: of the attention at hand.
-        tables: the page table of each row, with the spans that were marked in it.
+        tables: the page table of each row, with the spans that were marked in it; what a router wants to remember of a
+            row from step to step goes into `tables[row].memory`.
         derived: for what a router makes of the pages of this layer; dropped when those change.
     """
 
@@ -97,13 +98,14 @@ class Selection(NamedTuple):
     """Pages to read exactly, int64 `[B, H, K]`, which of them count, and what the other pages contribute.
 
     `tail.out` is `[B, H, G, Q, D_v]`, `tail.lse [B, H, G, Q]`; None: nothing. `then`: other pages, no page twice, that
-    are read exactly after these, one part after the other.
+    are read exactly after these, one part after the other. `counts`: named numbers that `stats()` adds up.
     """
 
     pages: Tensor
     valid: Tensor
     tail: Partial | None = None
     then: tuple[Selection, ...] = ()
+    counts: Mapping[str, int] | None = None
 
     def mask(self, num_pages: int) -> Tensor:
         """Which of `num_pages` pages are read exactly, bool `[B, H, num_pages]`; without `then`."""
@@ -114,7 +116,8 @@ class Selection(NamedTuple):
     def joined(self) -> Selection:
         """All pages that are read exactly, as one part."""
         parts = (self, *self.then)
-        return Selection(torch.cat([part.pages for part in parts], -1), torch.cat([part.valid for part in parts], -1))
+        pages, valid = [part.pages for part in parts], [part.valid for part in parts]
+        return Selection(torch.cat(pages, -1), torch.cat(valid, -1), counts=self.counts)
 
 
 class Router:
@@ -142,7 +145,10 @@ class Router:
 
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """Choose pages; the default takes the best scores and drops the rest. `query` as in `score`."""
-        scores = self.score(query, pages)
+        return self.choose(query, pages, self.score(query, pages))
+
+    def choose(self, query: Tensor, pages: Pages, scores: Tensor) -> Selection:
+        """The pages with the best `scores`, which are checked first; see `score`."""
         expected = (*query.shape[:4], len(pages.index))
         if not isinstance(scores, Tensor) or scores.shape != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -151,6 +157,13 @@ class Router:
             raise ValueError(f"{type(self).__name__}.score returned NaN")
         chosen, valid = pages.top(pages.weights(scores), pages.budget, pages.most[0])
         return Selection(chosen, valid)
+
+    def tail_of(self, query: Tensor, pages: Pages, selection: Selection) -> Partial | None:
+        """What the pages contribute to `query` that a selection of an earlier step leaves out; None: nothing.
+
+        To be overridden by a router whose own selections have a tail.
+        """
+        return None
 
     def page_features(self, keys: Tensor, mask: Tensor | None) -> Tensor | None:
         """Anything the router wants to remember of a page when it is sealed: `[B, H, P, F]`, or None.

@@ -64,6 +64,13 @@ class BasisRouter(Router):
         known = self._estimable(shortlist, listed & ~read.gather(-1, shortlist), pages)
         return _merged(Partial(page.out, page.lse.masked_fill(~known, -torch.inf)))
 
+    def tail_of(self, query: Tensor, pages: Pages, selection: Selection) -> Partial | None:
+        """See `Router.tail_of`; reads all that a selection of its own would."""
+        if not self.estimate_tail:
+            return None
+        coarse = pages.kernels.coarse_scores(query, pages.basis, pages.scaling, pages.softcap)
+        return self.estimate(query, pages, coarse, selection.mask(len(pages.index)))
+
     def _estimable(self, shortlist: Tensor, listed: Tensor, pages: Pages) -> Tensor:
         """bool `[B, H, 1, 1 or Q, n]`: a basis speaks for a query only if the mask shows it all tokens of the page."""
         if pages.seen is None:

@@ -13,7 +13,7 @@ from oval_core import OvalConfig
 from oval_core.routers import ROUTERS, make_router
 from oval_core.routers.box import BoxRouter
 
-NAMES = r"\['auto', 'basis', 'quest', 'box', 'mean', 'window', 'random', 'oracle'\]"
+NAMES = r"\['auto', 'basis', 'quest', 'box', 'mean', 'window', 'random', 'oracle', 'locality', 'selection_cache'\]"
 REJECTED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"page_size": 17}, ValueError, r"page_size must be one of \(8, 16, 32, 64, 128, 256\), got 17"),
     ({"page_size": 4}, ValueError, r"page_size must be one of .*, got 4"),

@@ -24,7 +24,7 @@ def report_of(tokens: Tokens, padding: list[int] | None = None, **config: Any) -
 def test_nothing_was_read() -> None:
     report = Recorder(small_config()).report()
     zero = ("steps", "context_tokens", "bytes_read", "bytes_dense", "metadata_bytes")
-    empty: dict[str, dict[str, int]] = {"dense_steps": {}, "impl_fallbacks": {}}
+    empty: dict[str, dict[str, int]] = {"dense_steps": {}, "impl_fallbacks": {}, "router_counts": {}}
     assert {name: report[name] for name in zero} == dict.fromkeys(zero, 0)
     assert {name: report[name] for name in empty} == empty
     assert all(value is None for name, value in report.items() if name not in (*zero, *empty))

@@ -1,0 +1,121 @@
+"""Selections that serve several steps, as long as the queries stay alike.
+
+The open tokens are read at every step anyway. A selection is made anew when pages were sealed, so that the window is
+always read; when the budget changed; and when the row was cropped to before the step that made it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from oval_core.kernels.api import Partial
+from oval_core.memory import lasting
+from oval_core.page_table import PageTable
+from oval_core.routers.base import Pages, Router, Selection
+from oval_core.routers.basis import BasisRouter
+from oval_core.routers.wrapper import WrappingRouter
+
+HITS, MISSES = (
+    "selection_cache_hits",
+    "selection_cache_misses",
+)  # in `stats()["router_counts"]`, layers and rows summed up
+
+
+class _Kept(NamedTuple):
+    """A row's selection, `pages` and `valid` `[H, K]`, the queries `[H, G, D]` and the terms that it was made for."""
+
+    pages: Tensor
+    valid: Tensor
+    query: Tensor
+    terms: tuple[int, ...]
+
+
+class SelectionCacheRouter(WrappingRouter):
+    """Asks another router at few steps, and lets its last selection serve the steps between.
+
+    Every row of a batch has its own; the other router is asked if one row needs it. The pages that are not read are
+    estimated for the current query (`Router.tail_of`); with a `BasisRouter` this reads as much metadata as a selection.
+    Bytes are counted as if every selection were made anew.
+
+    Args:
+        inner: the router that is asked; None: `BasisRouter()`.
+        steps: decoding steps that a selection serves at most, the one that made it included; a chunk of queries counts
+            as many as it has. 1: no selection is used again.
+        min_cosine: a selection serves only queries whose cosine with those that it was made for is this or more, for
+            every KV head (queries of a group side by side, mean over a chunk), in [-1, 1]. -1: any.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what is accepted and what came.
+    """
+
+    name = "selection_cache"
+
+    def __init__(self, inner: Router | None = None, steps: int = 4, min_cosine: float = 0.9) -> None:
+        super().__init__(BasisRouter() if inner is None else inner)
+        if steps < 1:
+            raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
+        if not -1 <= min_cosine <= 1:
+            raise ValueError(f"min_cosine must be a number in [-1, 1], got {min_cosine!r}")
+        self.steps, self.min_cosine = steps, min_cosine
+
+    def select(self, query: Tensor, pages: Pages) -> Selection:
+        """See `Router.select`."""
+        signature = query.mean(3)  # [B, H, G, D]
+        kept = [*map(self._kept, pages.tables, _terms(pages), signature)]
+        hits = sum(row is not None for row in kept)
+        counts = {HITS: hits, MISSES: len(kept) - hits}
+        if hits == len(kept):
+            selection = _stacked([(row.pages, row.valid) for row in kept if row])
+            return selection._replace(tail=self.tail_of(query, pages, selection), counts=counts)
+        made = self.inner.select(query, pages)
+        joined = made.joined() if made.then else made
+        self._keep(signature, pages, joined, kept)
+        if not hits:
+            return made._replace(counts={**(made.counts or {}), **counts})
+        rows = zip(kept, joined.pages, joined.valid, strict=True)
+        selection = _stacked([(row.pages, row.valid) if row else (chosen, valid) for row, chosen, valid in rows])
+        tail = _by_row(kept, self.tail_of(query, pages, selection), made.tail)
+        return selection._replace(tail=tail, counts={**(made.counts or {}), **counts})
+
+    def _kept(self, table: PageTable, terms: tuple[int, ...], signature: Tensor) -> _Kept | None:
+        """The row's last selection, if it can serve queries `signature [H, G, D]`."""
+        token, kept = table.memory.last(self) or (0, None)
+        if kept is None or kept.terms != terms or not 0 < table.length - 1 - token < self.steps:
+            return None
+        cosine = torch.cosine_similarity(kept.query.flatten(1), signature.flatten(1), dim=-1)
+        return kept if bool((cosine >= self.min_cosine).all()) else None
+
+    @lasting
+    def _keep(self, signature: Tensor, pages: Pages, selection: Selection, kept: list[_Kept | None]) -> None:
+        """Remember what was chosen for the rows that `kept` nothing."""
+        for row, (table, terms, old) in enumerate(zip(pages.tables, _terms(pages), kept, strict=True)):
+            if old is None:
+                new = (part[row].clone() for part in (selection.pages, selection.valid, signature))
+                table.memory.add(self, table.length - 1, _Kept(*new, terms), most=1)
+
+
+def _terms(pages: Pages) -> list[tuple[int, ...]]:
+    """Of each row: sealed pages, budget, and how many of the first and last pages must be read."""
+    rows = zip(pages.counts.tolist(), pages.budget.tolist(), strict=True)
+    return [(sealed, budget, pages.sinks, pages.window) for sealed, budget in rows]
+
+
+def _stacked(rows: list[tuple[Tensor, Tensor]]) -> Selection:
+    """One selection of rows `[H, K]`, filled up where K differs."""
+    most = max(chosen.shape[-1] for chosen, _ in rows)
+    pages, valid = (
+        torch.stack([nn.functional.pad(part, (0, most - part.shape[-1])) for part in parts])
+        for parts in zip(*rows, strict=True)
+    )
+    return Selection(pages, valid)
+
+
+def _by_row(kept: list[_Kept | None], old: Partial | None, new: Partial | None) -> Partial | None:
+    """Estimates of the rows that kept their selection, and of those whose selection is new."""
+    if old is None or new is None:
+        return None
+    is_kept = torch.tensor([row is not None for row in kept], device=old.lse.device)[:, None, None, None]
+    return Partial(torch.where(is_kept[..., None], old.out, new.out), torch.where(is_kept, old.lse, new.lse))
