@@ -142,7 +142,7 @@ def lively(**arguments: Any) -> LocalityRouter:
 @given(st.lists(st.tuples(st.sampled_from(("step", "step", "crop")), st.integers(1, 14)), max_size=6))
 def test_crop_then_replay_is_fresh(moves: list[tuple[str, int]]) -> None:
     """As long as no more than `refresh_tokens` are taken back."""
-    tokens, config = random_tokens(1, 200), small_config(router=lively())
+    tokens, config = random_tokens(1, 200), small_config(router=lively(), budget_pages=7)
     attention, fresh = (filled(config, tokens.part(0, 81)) for _ in range(2))
     furthest = 81
     for move, count in moves:
@@ -158,7 +158,7 @@ def test_crop_then_replay_is_fresh(moves: list[tuple[str, int]]) -> None:
 
 
 def test_a_row_is_as_if_read_alone_and_goes_its_way() -> None:
-    tokens, config = random_tokens(2, 120), small_config(router=lively())
+    tokens, config = random_tokens(2, 120), small_config(router=lively(), budget_pages=7)
     together = filled(config, tokens.part(0, 81), [0, 11])
     alone = [filled(config, tokens.part(padding, 81, row)) for row, padding in enumerate((0, 11))]
     outputs = together.decode(tokens.part(81, 105), [0, 11])

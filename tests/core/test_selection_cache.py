@@ -109,15 +109,14 @@ def test_another_budget_asks_anew() -> None:
 def test_a_row_is_as_if_read_alone() -> None:
     """Also where another row of its batch needs a selection and it does not."""
     tokens = random_tokens(2, 100)
-    tokens.query[0, :, 60:] = tokens.query[0, :, 60:61]  # never drifts
-    config = small_config(router=SelectionCacheRouter(steps=5, min_cosine=0.5))
+    config = small_config(router=SelectionCacheRouter(steps=5, min_cosine=0.0), budget_pages=6)
     together = filled(config, tokens.part(0, 70), [0, 11])
     outputs = together.decode(tokens.part(70), [0, 11])
     for row, padding in enumerate((0, 11)):
         alone = filled(config, tokens.part(padding, 70, row))
         assert_dense(outputs[row], alone.decode(tokens.part(70, row=row))[0])
     counts = together.recorder.report()["router_counts"]
-    assert 20 < counts[HITS] < 2 * counts[MISSES]
+    assert min(counts.values()) > 5
 
 
 def test_rows_that_change_places_keep_their_selections() -> None:
