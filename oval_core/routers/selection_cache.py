@@ -93,8 +93,8 @@ class SelectionCacheRouter(WrappingRouter):
         """Remember what was chosen for the rows that `kept` nothing."""
         for row, (table, terms, old) in enumerate(zip(pages.tables, _terms(pages), kept, strict=True)):
             if old is None:
-                new = (part[row].clone() for part in (selection.pages, selection.valid, signature))
-                table.memory.add(self, table.length - 1, _Kept(*new, terms), most=1)
+                chosen, valid = selection.pages[row].clone(), selection.valid[row].clone()
+                table.memory.add(self, table.length - 1, _Kept(chosen, valid, signature[row].clone(), terms), most=1)
 
 
 def _terms(pages: Pages) -> list[tuple[int, ...]]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
 
 from oval_core import OvalConfig
 from oval_core.routers import Pages, Router, make_router, page_graph
@@ -249,5 +250,5 @@ def test_edge_counts_are_summed_over_a_group(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_edge_counts_are_summed_over_processes(tmp_path: Path) -> None:
-    multiprocessing.spawn(build_together, (str(tmp_path / "group"), 2), nprocs=2)
+    spawn(build_together, (str(tmp_path / "group"), 2), nprocs=2)
     assert_graph_of_all(tmp_path / "group", 2)
