@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from oval_core.page_policy import PagePolicy
     from oval_core.routers import Router
 
 AUTO = "auto"
@@ -31,6 +32,8 @@ class OvalConfig:
         window_pages: sealed pages at the end that are always read exactly; the open tokens come on top.
         seal_tokens: tokens to collect at the end before the full pages among them are sealed, all at once: the more,
             the rarer that work and the more tokens read exactly. 1: every page as soon as it is full.
+        page_policy: cuts prefilled text into pages of up to `page_size` tokens, see `oval_core.page_policy`; pages that
+            are filled while decoding are full ones. None: all are.
         rank: key directions of a page's basis; at most the head dimension.
         shortlist_ratio: share of the pages whose basis is evaluated at a step, in (0, 1].
         shortlist_pages: upper bound of the shortlist; never below the budget. None: no bound.
@@ -54,6 +57,7 @@ class OvalConfig:
     sink_pages: int = 1
     window_pages: int = 1
     seal_tokens: int = 64
+    page_policy: PagePolicy | None = None
     rank: int = 8
     shortlist_ratio: float = 0.35
     shortlist_pages: int | None = 512
@@ -99,8 +103,10 @@ class OvalConfig:
 
     def _check_names(self) -> None:
         from oval_core.kernels import check_implementation
+        from oval_core.page_policy import check_page_policy
         from oval_core.routers import check_router
 
+        check_page_policy(self.page_policy)
         check_router(self.router)
         check_implementation(self.impl)
 

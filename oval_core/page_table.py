@@ -8,6 +8,7 @@ Every layer of every row has its own table; the layer mirrors it in device tenso
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
@@ -109,31 +110,44 @@ class PageTable:
         self.spans.append(span if start >= self.first else replace(span, blocks=()))
         self.spans.sort(key=lambda span: span.start)
 
-    def seal(self, limit: int | None = None) -> range:
+    def unmarked(self, limit: int) -> list[range]:
+        """The runs of tokens that are neither sealed nor marked, up to token `limit`."""
+        limit, start, runs = min(limit, self.length), self.sealed_end, []
+        for span in self.spans:
+            runs.append(range(start, min(span.start, limit)))
+            start = max(start, span.stop)
+        return [run for run in (*runs, range(start, limit)) if run]
+
+    def seal(self, limit: int | None = None, ends: Sequence[int] = ()) -> range:
         """Close every page that is full or ends at a border, up to token `limit` (default: all).
+
+        Args:
+            ends: ascending tokens at which pages end too; of no effect inside marked spans.
 
         Returns: the indices of the new pages.
         """
         limit = self.length if limit is None else min(limit, self.length)
         before = self.num_pages
-        while (page := self._next_page(limit)) is not None:
+        while (page := self._next_page(limit, ends)) is not None:
             start, length, tag = page
             self.starts.append(start)
             self.lengths.append(length)
             self.tags.append(tag)
         return range(before, self.num_pages)
 
-    def _next_page(self, limit: int) -> tuple[int, int, int] | None:
+    def _next_page(self, limit: int, ends: Sequence[int]) -> tuple[int, int, int] | None:
         """Start, length and tag of the page that comes next, or None if it does not end within `limit` tokens."""
         start = self.sealed_end
-        tag, end = TEXT, start + self.page_size
+        tag, full = TEXT, start + self.page_size
+        after = bisect_right(ends, start)
+        end = min(full, ends[after]) if after < len(ends) else full
         for span in self.spans:
             if span.start <= start < span.stop and span.blocks:
                 starts = accumulate(map(len, span.blocks), initial=span.start)
                 length = len(span.blocks[[*starts].index(start)])
                 return (start, length, span.tag) if span.stop <= limit else None
             if span.start <= start < span.stop:
-                tag, end = span.tag, min(end, span.stop)
+                tag, end = span.tag, min(full, span.stop)
             elif start < span.start:
                 end = min(end, span.start)
         return (start, end - start, tag) if end <= limit else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from oval_core.basis import PageBasis, build_basis
 from oval_core.config import OvalConfig
 from oval_core.memory import lasting
+from oval_core.page_policy import page_ends
 from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
 from oval_core.routers import Router
@@ -44,6 +45,8 @@ class SealedPages:
         if config.rank > key_dim:
             raise ValueError(f"rank must be at most the head dimension {key_dim}, got {config.rank}")
         self._page_size, self._seal_tokens, self._router = config.page_size, config.seal_tokens, router
+        self._policy = config.page_policy
+        self._prefilled_tokens = max(config.seal_tokens, config.page_size) + config.max_sparse_query_tokens
         self._rank = config.rank if router.needs_bases else 0
         self.tables = [PageTable(config.page_size) for _ in range(batch)]
         dims = (key_dim, values.shape[-1])
@@ -101,9 +104,18 @@ class SealedPages:
             return
         for row, limit in enumerate(enough):
             self._store_blocks(store, row, limit)
-        new = [table.seal(limit) for table, limit in zip(self.tables, enough, strict=True)]
+        ends = [self._ends(store, row, limit) for row, limit in enumerate(enough)]
+        new = [table.seal(limit, own) for table, limit, own in zip(self.tables, enough, ends, strict=True)]
         if any(new):
             self._summarise_new(store, new)
+
+    @torch.no_grad()
+    def _ends(self, store: PageStore, row: int, limit: int) -> list[int]:
+        """Where the policy wants pages to end; it is asked about more tokens than decoding ever leaves open."""
+        table = self.tables[row]
+        if self._policy is None or limit - table.sealed_end < self._prefilled_tokens:
+            return []
+        return page_ends(self._policy, table, store.dense()[0][row], limit)
 
     def _store_blocks(self, store: PageStore, row: int, limit: int) -> None:
         """Move the tokens that are about to be sealed in blocks; not if one is hidden, for masks go by position."""

@@ -142,6 +142,11 @@ class Recorder:
                 outer += entries
 
     @property
+    def hit_rates(self) -> list[Tensor]:
+        """The hit rates measured so far, each `[]`: one a layer and sampled step, in their order."""
+        return [*self._hit_rates]
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of keys, values and metadata read so far by passes over a filled cache."""
         return self._bytes_read + sum(token_bytes * read.num_tokens for (_, token_bytes), read in self._read.items())

@@ -18,7 +18,7 @@ from oval_core.routers import Router
 from oval_spec.tree import Tree
 
 NEVER_TOKENS = 2**62  # shorter contexts are read densely
-PAGING = ("page_size", "seal_tokens", "rank", "router")  # what cannot change once there are pages
+PAGING = ("page_size", "page_policy", "seal_tokens", "rank", "router")  # what cannot change once there are pages
 DENSE = OvalConfig(router="box", impl="reference", min_context_tokens=NEVER_TOKENS)  # with the cheapest metadata
 
 

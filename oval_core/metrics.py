@@ -1,0 +1,129 @@
+"""Figures to monitor an attached model by, what is healthy, and their export to Prometheus.
+
+collector = OvalCollector(handle)               # pip install "oval-suite[metrics]"
+REGISTRY.register(collector)                    # prometheus_client's, then start_http_server(9090)
+health(readings(collector.watch.snapshot))      # what is out of range
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from oval_core.attach import Handle
+from oval_core.page_graph import graph_density, head_use
+from oval_core.watch import Snapshot, Watch
+
+
+class Range(NamedTuple):
+    """Values from `low` to `high`, both included, are healthy."""
+
+    low: float
+    high: float
+
+
+# Below: pages that matter are missed. Raise the budget, or train the router.
+ROUTE_HIT_RATE = Range(0.85, 1.0)
+# Below: the context is longer than the answer needs. Above: nearly every page is read at some time.
+PAGE_UTILIZATION = Range(0.6, 0.8)
+# Below: selections share little from step to step. Above: the same pages are read together all the time.
+GRAPH_DENSITY = Range(0.05, 0.15)
+# Below: OVAL is hardly worth its metadata.
+BANDWIDTH_SAVED = Range(0.25, 1.0)
+
+HEALTHY: Mapping[str, Range] = {
+    "route_hit_rate": ROUTE_HIT_RATE,
+    "page_utilization": PAGE_UTILIZATION,
+    "graph_density": GRAPH_DENSITY,
+    "bandwidth_saved": BANDWIDTH_SAVED,
+}
+MEANINGS: Mapping[str, str] = {
+    "route_hit_rate": "Share of the attention mass of sealed pages that lies on pages read exactly",
+    "page_utilization": "Share of the sealed pages that were ever read exactly",
+    "graph_density": "Share of the pairs of pages that are read together in half of the steps that read either",
+    "route_latency_p50_seconds": "Median time of a selection of one layer",
+    "route_latency_p99_seconds": "Time that 99 of 100 selections of one layer do not exceed",
+    "bandwidth_saved": "Share of the bytes of dense decoding that were not read",
+    "kv_efficiency": "Keys and values among the bytes read; the rest is metadata",
+    "context_tokens": "Tokens in the cache",
+}
+
+
+def readings(snapshot: Snapshot) -> dict[str, float | None]:
+    """The figures by the names of `MEANINGS`, since the cache was last empty; None where nothing was measured."""
+    report = snapshot.report
+    ratio, read = report.get("read_ratio"), report.get("bytes_read")
+    return {
+        "route_hit_rate": report.get("route_hit_rate"),
+        "page_utilization": report.get("page_utilization"),
+        "graph_density": graph_density(snapshot.selections),
+        "route_latency_p50_seconds": report.get("route_latency_p50_s"),
+        "route_latency_p99_seconds": report.get("route_latency_p99_s"),
+        "bandwidth_saved": None if ratio is None else 1 - ratio,
+        "kv_efficiency": 1 - report["metadata_bytes"] / read if read else None,
+        "context_tokens": report.get("context_tokens"),
+    }
+
+
+def health(figures: Mapping[str, float | None]) -> dict[str, str]:
+    """What of `readings` is out of its range in `HEALTHY`: name -> what is expected and what came."""
+    found = {}
+    for name, (low, high) in HEALTHY.items():
+        value = figures.get(name)
+        if value is not None and not low <= value <= high:
+            found[name] = f"expected {low} to {high}, got {value:.3g}"
+    return found
+
+
+class OvalCollector:
+    """A collector for `prometheus_client`: gauges `oval_...` of one handle, and `oval_healthy` for each range.
+
+    What was not measured yet is left out. Scraping reads the newest snapshot and does not wait for the model.
+
+    Args:
+        handle: of a model that is attached.
+        settings: of the `Watch` that the collector makes, such as `trace_every` and `refresh_s`.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+
+    Attributes:
+        watch: that watch; its `on_low_hit_rate` may start a training.
+    """
+
+    def __init__(self, handle: Handle, **settings: Any) -> None:
+        try:
+            from prometheus_client.core import GaugeMetricFamily
+        except ImportError as error:
+            raise ImportError(
+                f"OvalCollector needs prometheus_client, pip install 'oval-suite[metrics]': {error}"
+            ) from None
+        self._gauge = GaugeMetricFamily
+        self.watch = Watch(handle, **settings)
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families, as `prometheus_client` wants them."""
+        snapshot = self.watch.snapshot
+        figures = {name: value for name, value in readings(snapshot).items() if value is not None}
+        for name, value in figures.items():
+            yield self._gauge(f"oval_{name}", MEANINGS[name], value=value)
+        unhealthy = health(figures)
+        healthy = self._gauge("oval_healthy", "1 where a figure is in its range, else 0", labels=["figure"])
+        for name in (name for name in HEALTHY if name in figures):
+            healthy.add_metric([name], 0.0 if name in unhealthy else 1.0)
+        yield healthy
+        use = self._gauge(
+            "oval_kv_head_use", "Share of the pages read lately by a KV head", labels=["layer", "kv_head"]
+        )
+        for layer, selections in snapshot.selections.items():
+            for head, share in enumerate(head_use(selections)):
+                use.add_metric([str(layer), str(head)], share)
+        yield use
+
+    def describe(self) -> list[Any]:
+        """Nothing: the names depend on what was measured, and registering must not collect."""
+        return []
+
+    def close(self) -> None:
+        """Stop watching; unregister the collector before."""
+        self.watch.close()
