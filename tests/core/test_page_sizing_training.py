@@ -20,8 +20,8 @@ from tests.core.tiny_models import VOCAB, llama
 def uneven(seed: int) -> tuple[Tensor, Tensor]:
     """Keys and values that hardly change for a long time, then all the time, and so on."""
     chance = torch.Generator().manual_seed(seed)
-    calm = torch.randn(2, 6, 1, 4, generator=chance).expand(-1, -1, 40, -1)
-    busy = torch.randn(2, 6, 8, 4, generator=chance)
+    calm = torch.randn(2, 6, 1, 4, generator=chance).expand(-1, -1, 37, -1)
+    busy = torch.randn(2, 6, 10, 4, generator=chance)
     states = torch.cat([calm, busy], 2).flatten(1, 2)
     return states + 0.05 * torch.randn(states.shape, generator=chance), states
 
