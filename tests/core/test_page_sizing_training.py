@@ -37,8 +37,7 @@ def test_training_lowers_the_error() -> None:
     layers = [uneven(seed) for seed in range(6)]
     head = train(layers[1:], 40, 2, 8, seed=0)
     found = {name: measure(layers[:1], way, 8, 32) for name, way in (("full", None), ("head", head))}
-    assert found["full"]["mean_tokens"] == 8
-    assert found["head"]["mean_tokens"] == pytest.approx(8, abs=1)
+    assert all(way["mean_tokens"] == pytest.approx(8, abs=0.5) for way in found.values())
     assert found["head"]["error"] < 0.8 * found["full"]["error"]
     fresh = train(layers[1:], 1, 1, 8, seed=0)
     assert float(loss_of(head, layers[0], 8)) < float(loss_of(fresh, layers[0], 8))
