@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from oval_core.attach import Handle
-from oval_core.page_graph import graph_density, head_use
+from oval_core.page_use import graph_density, head_use
 from oval_core.watch import Snapshot, Watch
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oval_core import Handle, OvalConfig, attach
 from oval_core.metrics import HEALTHY, MEANINGS, OvalCollector, health, readings
-from oval_core.page_graph import MOST_PAGES, graph_density, head_use
+from oval_core.page_use import MOST_PAGES, graph_density, head_use
 from oval_core.watch import LAST_TOKENS, Snapshot, Watch
 from tests.core.tiny_models import generate, llama, prompt
 
