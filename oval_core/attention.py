@@ -15,6 +15,7 @@ from oval_core.binding import BINDING, Binding
 from oval_core.dense import dense_attention
 from oval_core.kernels import Partial, Reads
 from oval_core.layer import OvalLayer
+from oval_core.memory import on_device
 from oval_core.page_view import reads_of, view_pages
 from oval_core.routers import Pages, Selection
 
@@ -118,7 +119,7 @@ def _bounded_mask(layer: OvalLayer, num_queries: int, mask: Tensor | None) -> Te
     if not implied or (mask is not None and mask.dtype != torch.bool):
         return mask
     device = layer.pages.starts.device
-    last = torch.tensor(store.lengths, device=device)[:, None] - num_queries + torch.arange(num_queries, device=device)
+    last = on_device(store.lengths, device)[:, None] - num_queries + torch.arange(num_queries, device=device)
     causal = (torch.arange(store.num_tokens, device=device) <= last[..., None])[:, None]  # [B, 1, Q, T]
     if mask is None and store.visible is not None:
         mask = store.visible[:, None, None, : store.num_tokens]
@@ -132,7 +133,7 @@ def _visible(mask: Tensor | None, layer: OvalLayer) -> Tensor | None:
     new = layer.unattended_tokens
     if not layer.store.is_ragged:
         return mask[:, 0, :, mask.shape[-1] - new :].any(1)
-    end = torch.tensor(layer.store.lengths, device=mask.device)[:, None]
+    end = on_device(layer.store.lengths, mask.device)[:, None]
     return mask[:, 0].any(1).gather(-1, end + torch.arange(-new, 0, device=mask.device))
 
 

@@ -258,7 +258,7 @@ def _ridge(inputs: Tensor, targets: Tensor) -> Tensor:
     rank = gram.shape[-1]
     strength = (RIDGE / rank * gram.diagonal(dim1=-2, dim2=-1).sum(-1)).clamp_min(1e-12)
     eye = torch.eye(rank, device=gram.device, dtype=gram.dtype)
-    return torch.linalg.solve(gram + strength[..., None, None] * eye, inputs.mT @ targets)
+    return torch.linalg.solve_ex(gram + strength[..., None, None] * eye, inputs.mT @ targets).result  # never singular
 
 
 def _real_tokens_first(keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

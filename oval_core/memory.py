@@ -1,8 +1,8 @@
-"""Allocating what outlives a forward pass, and copying rows out of it."""
+"""Allocating what outlives a forward pass, copying rows out of it, and moving numbers to where it lives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def lasting(method: Method) -> Method:
     """Let what `method` allocates be written later on, inside `torch.inference_mode` or outside of it."""
     return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Python integers (nested alike) as an int64 tensor on `device`; nobody waits for the copy."""
+    tensor = torch.tensor(numbers, dtype=torch.long)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from oval_core.binding import Binding
 from oval_core.kernels import Reads
 from oval_core.layer import OvalLayer
+from oval_core.memory import on_device
 from oval_core.routers import Pages, Selection
 
 
@@ -25,7 +26,8 @@ def view_pages(
     counts = [table.num_pages for table in layer.tables]
     budget = [config.budget_for(count) - 1 for count in counts]  # the open tokens are read anyway
     shortlist = [config.shortlist_for(count) for count in counts]
-    real_tokens = torch.tensor([[table.length - table.first] for table in layer.tables])
+    real_tokens = [[table.length - table.first] for table in layer.tables]
+    on_counts, on_budget, on_shortlist = on_device([counts, budget, shortlist], device)
     starts, lengths = sealed.starts[:, :most], sealed.lengths[:, :most]
     return Pages(
         basis=sealed.basis.narrow(most),
@@ -33,17 +35,17 @@ def view_pages(
         starts=starts,
         lengths=lengths,
         tags=sealed.tags[:, :most],
-        counts=torch.tensor(counts, device=device),
+        counts=on_counts,
         seen=None if mask is None else _seen_tokens(mask, starts, lengths),
-        budget=torch.tensor(budget, device=device),
-        shortlist=torch.tensor(shortlist, device=device),
+        budget=on_budget,
+        shortlist=on_shortlist,
         most=(max(budget), max(shortlist)),
         mean_value_norm=sealed.mean_value_norm,
         sinks=config.sink_pages,
         window=config.window_pages,
         keys=store.dense()[0],
         token_mask=None if store.visible is None else store.visible[:, : store.num_tokens],
-        positions=(real_tokens - num_queries + torch.arange(num_queries)).to(device),
+        positions=on_device(real_tokens, device) - num_queries + torch.arange(num_queries, device=device),
         hidden_states=binding.hidden_states.get(layer.layer_idx),
         layer_idx=layer.layer_idx,
         scaling=scaling,
@@ -75,7 +77,7 @@ def reads_of(
     device, store, size = selection.pages.device, layer.store, layer.config.page_size
     starts = _at(layer.pages.starts, selection.pages)
     lengths = _at(layer.pages.lengths, selection.pages) * selection.valid
-    stored = torch.tensor(store.lengths, device=device)[:, None]
+    stored = on_device(store.lengths, device)[:, None]
     if with_open:
         open_starts, open_lengths = _open_runs(layer, device)
         starts, lengths = (
@@ -96,7 +98,8 @@ def _open_runs(layer: OvalLayer, device: torch.device) -> tuple[Tensor, Tensor]:
     lengths = [
         [min(max(length - start, 0), size) for start in row] for row, (_, length) in zip(starts, ends, strict=True)
     ]
-    return torch.tensor(starts, device=device, dtype=torch.long), torch.tensor(lengths, device=device, dtype=torch.long)
+    both = on_device([starts, lengths], device)
+    return both[0], both[1]
 
 
 def _at(per_row: Tensor, index: Tensor) -> Tensor:

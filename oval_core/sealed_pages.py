@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oval_core.basis import PageBasis, build_basis
 from oval_core.config import OvalConfig
-from oval_core.memory import lasting
+from oval_core.memory import lasting, on_device
 from oval_core.page_policy import page_ends
 from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
@@ -86,7 +86,7 @@ class SealedPages:
     @lasting
     def _mean_value_norm(self) -> Tensor:
         page = torch.arange(self.basis.capacity_pages, device=self.starts.device)
-        there = (page < torch.tensor(self.counts, device=page.device)[:, None])[:, None]
+        there = (page < on_device(self.counts, page.device)[:, None])[:, None]
         tokens = (self.basis.tokens * there).sum((1, 2))
         mean = (self.basis.value_norm * there).sum((1, 2)) / tokens.clamp_min(1)
         return mean.clamp_min(torch.finfo(mean.dtype).tiny)
@@ -161,7 +161,7 @@ class SealedPages:
     def _write(self, store: PageStore, rows: slice, table: PageTable, pages: range) -> None:
         """Mirror and summarise `pages`, which all `rows` have alike."""
         for name in ("starts", "lengths", "tags"):
-            values = torch.tensor(getattr(table, name)[pages.start : pages.stop], device=self.starts.device)
+            values = on_device(getattr(table, name)[pages.start : pages.stop], self.starts.device)
             getattr(self, name)[rows, pages.start : pages.stop] = values
         batch, heads, _, dim = store.storage[0][rows].shape
         at_once = max(1, SCRATCH_BYTES // (4 * batch * heads * self._page_size * dim))
@@ -191,7 +191,7 @@ class SealedPages:
             paged = (len(pages), size)
             mask = None if visible is None else visible.unflatten(1, paged)[:, None]
             return keys.unflatten(2, paged), values.unflatten(2, paged), mask
-        lengths = torch.tensor(sizes, device=self.starts.device)
+        lengths = on_device(sizes, self.starts.device)
         token = torch.arange(size, device=self.starts.device)
         mask = (token < lengths[:, None])[None, None]
         index = (lengths.cumsum(0) - lengths)[:, None] + torch.minimum(token, lengths[:, None] - 1)

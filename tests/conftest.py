@@ -10,6 +10,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
 settings.register_profile("oval", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("oval")
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # they share the cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from typing import Any, cast
 
@@ -13,10 +14,21 @@ from oval_core.kernels.api import Kernels, Partial, Reads
 IMPLEMENTATIONS = {  # name: (package it needs, device it needs); "auto" is the last that runs
     "reference": ("torch", None),
     "flash": ("torch", "cuda"),  # with `flash_attn_interface` or `flash_attn` where one is installed
+    "triton": ("triton", "cuda"),
     "cpu": ("numba", "cpu"),
 }
 
-__all__ = ["IMPLEMENTATIONS", "Kernels", "Partial", "Reads", "available", "check_implementation", "load", "resolve"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Kernels",
+    "Partial",
+    "Reads",
+    "available",
+    "check_implementation",
+    "interpreted",
+    "load",
+    "resolve",
+]
 
 
 def available(device: torch.device | None = None) -> list[str]:
@@ -24,8 +36,14 @@ def available(device: torch.device | None = None) -> list[str]:
     return [
         name
         for name, (package, needs) in IMPLEMENTATIONS.items()
-        if importlib.util.find_spec(package) and (device is None or needs in (None, device.type))
+        if importlib.util.find_spec(package)
+        and (device is None or needs in (None, device.type) or (name == "triton" and interpreted()))
     ]
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, on any device: `TRITON_INTERPRET=1` set before triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_implementation(name: Any, device: torch.device | None = None) -> None:

@@ -153,8 +153,7 @@ class Router:
         if not isinstance(scores, Tensor) or scores.shape != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"{type(self).__name__}.score must return [B, H, G, Q, P] = {expected}, got {got}")
-        if bool(scores.isnan().any()):
-            raise ValueError(f"{type(self).__name__}.score returned NaN")
+        _refuse_nan(scores, f"{type(self).__name__}.score returned NaN")
         chosen, valid = pages.top(pages.weights(scores), pages.budget, pages.most[0])
         return Selection(chosen, valid)
 
@@ -177,3 +176,11 @@ class Router:
     def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
         """Bytes of metadata that one selection reads for one KV head with that many pages."""
         return 0 if features is None else pages * features.shape[-1] * features.element_size()
+
+
+def _refuse_nan(scores: Tensor, message: str) -> None:
+    """Raise ValueError; on an accelerator, which nobody waits for, its next operations fail with `message` instead."""
+    if scores.device.type == "cuda":
+        torch._assert_async(~scores.isnan().any(), message)
+    elif bool(scores.isnan().any()):
+        raise ValueError(message)

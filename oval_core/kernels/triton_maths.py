@@ -1,0 +1,91 @@
+"""What the Triton kernels share: packed numbers, capped logits, sums that may be empty, and sizes of tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from oval_core.basis import PageBasis
+
+LEAST_ROWS = 16  # of a tile that goes through the tensor cores
+
+
+class Cap(NamedTuple):
+    """How logits are made of products: `softcap * tanh(scaling * x / softcap)`; softcap 0: not capped."""
+
+    scaling: float
+    softcap: float
+
+
+def cap_of(scaling: float, softcap: float | None) -> Cap:
+    """The scale and the cap as kernels take them."""
+    return Cap(float(scaling), 0.0 if softcap is None else float(softcap))
+
+
+def rows_of(query: Tensor) -> Tensor:
+    """`[B, H, G, Q, D]` -> `[B, H, G Q, D]`, contiguous float32; the query as it is if it is that already."""
+    return query.float().flatten(2, 3).contiguous()
+
+
+def tile_rows(rows: int, most: int, least: int = LEAST_ROWS) -> int:
+    """Rows of a tile: a power of two that `rows` fit in, within bounds."""
+    return max(least, min(most, triton.next_power_of_2(rows)))
+
+
+def in_one_layout(basis: PageBasis, names: tuple[str, ...]) -> tuple[list[Tensor], int]:
+    """Fields of a basis, and how many pages lie from one KV head to the next in all of them.
+
+    `PageBasis.narrow` of one allocation is taken as it is; fields that are laid out in different ways are copied.
+    """
+    fields = [getattr(basis, name) for name in names]
+    capacity = {_capacity(field) for field in fields}
+    if len(capacity) == 1 and None not in capacity:
+        return fields, capacity.pop() or 0
+    return [field.contiguous() for field in fields], fields[0].shape[2]
+
+
+def _capacity(field: Tensor) -> int | None:
+    """Pages from one head `[B, H, P, ...]` to the next, None if pages do not lie one after the other."""
+    page = field[0, 0, 0] if field.shape[2] else field.new_empty(field.shape[3:])
+    size, (to_row, to_head, to_page) = page.numel(), field.stride()[:3]
+    packed = page.is_contiguous() and to_page == size and size and to_head % size == 0
+    return to_head // size if packed and to_row == field.shape[1] * to_head else None
+
+
+@triton.jit
+def capped(product, cap):
+    """Logits of `product`."""
+    logits = product * cap.scaling
+    if cap.softcap > 0:
+        small = tl.exp(-2 * tl.abs(logits) / cap.softcap)
+        tanh = (1 - small) / (1 + small)
+        logits = cap.softcap * tl.where(logits < 0, -tanh, tanh)
+    return logits
+
+
+@triton.jit
+def finite(most):
+    """A maximum over nothing is -inf: 0 instead, so that weights become zeros and no NaN."""
+    return tl.where(most == float("-inf"), 0.0, most)
+
+
+@triton.jit
+def unsigned4(packed, half):
+    """The low (half 0) or high (half 1) numbers of bytes, 0 to 15."""
+    return ((packed >> (4 * half)) & 15).to(tl.float32)
+
+
+@triton.jit
+def signed4(packed, half):
+    """The same in -8 to 7."""
+    nibble = ((packed >> (4 * half)) & 15).to(tl.int32)
+    return ((nibble ^ 8) - 8).to(tl.float32)
+
+
+def full(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Float32 memory for a kernel to fill."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)

@@ -1,0 +1,30 @@
+"""The Triton kernels compile for GPUs that are not here, without spilling, and fit into their shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from benchmarks.triton_compile import SHARED_BYTES
+
+CAPABILITIES = (80, 90)
+KERNELS = {"coarse_kernel", "evaluate_kernel", "exact_kernel", "merge_kernel"}
+
+
+def test_every_kernel_compiles_ahead_of_time() -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.triton_compile", "--capabilities", *map(str, CAPABILITIES)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    kernels = json.loads(run.stdout.splitlines()[-1])["kernels"]
+    for queries in (1, 8):
+        for capability in CAPABILITIES:
+            chosen = [found for found in kernels if (found["queries"], found["sm"]) == (queries, capability)]
+            assert {found["kernel"] for found in chosen} == KERNELS
+    for found in kernels:
+        assert 0 < found["registers"] < 256, found
+        assert found["spilled_bytes"] == 0, found
+        assert found["shared_bytes"] <= SHARED_BYTES[found["sm"]], found

@@ -1,0 +1,308 @@
+"""The Triton kernels against the reference: on a GPU where there is one, under Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from oval_core import OvalConfig, attach, kernels
+from oval_core.basis import PageBasis, build_basis
+from oval_core.kernels import Kernels, Partial, Reads, reference
+from oval_core.memory import take
+from tests.core import tiny_models
+from tests.tolerance import assert_as_accurate_as
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BATCH, HEADS, SCALING = 2, 2, 0.3
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def triton() -> Kernels:
+    return kernels.load("triton")
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+class Unpacked(NamedTuple):
+    """What a basis stands for, in any precision: the part of `PageBasis` that the reference kernels use."""
+
+    tokens: Tensor
+    mu: Tensor
+    radius: Tensor
+    b: Tensor
+    c: Tensor
+    w: Tensor
+    v0: Tensor
+
+    def coarse(self) -> tuple[Tensor, Tensor]:
+        return self.mu, self.radius
+
+    def approximation(self) -> tuple[Tensor, ...]:
+        return self[3:]
+
+    def gather(self, pages: Tensor) -> Unpacked:
+        return Unpacked(*(take(field, pages) for field in self))
+
+
+class Shape(NamedTuple):
+    """Of a basis and of the queries that it is asked for."""
+
+    dims: tuple[int, int]
+    group: int = 4
+    queries: int = 1
+    page_size: int = 16
+    rank: int = 8
+    pages: int = 5
+    softcap: float | None = None
+
+
+def bases(shape: Shape) -> PageBasis:
+    """In room for more pages; short pages, hidden tokens and one page without any token among them."""
+    at = (BATCH, HEADS, shape.pages, shape.page_size)
+    keys, values = (on_device(*at, dim) for dim in shape.dims)
+    mask = torch.rand(BATCH, 1, *at[2:], device=DEVICE) < 0.8
+    mask[0, :, -1] = False
+    return build_basis(keys, values, mask, shape.rank).grown(shape.pages + 3).narrow(shape.pages)
+
+
+def query_of(shape: Shape) -> Tensor:
+    return on_device(BATCH, HEADS, shape.group, shape.queries, shape.dims[0])
+
+
+def assert_same_tiers(triton: Kernels, shape: Shape) -> None:
+    basis, query = bases(shape), query_of(shape)
+    parts = (query, *basis.coarse(), *basis.approximation())
+
+    def scores(query: Tensor, *fields: Tensor) -> Tensor:
+        found = reference.coarse_scores(query, unpacked(fields), SCALING, shape.softcap)
+        return found.nan_to_num(neginf=0.0)
+
+    def unpacked(fields: tuple[Tensor, ...]) -> Any:
+        return Unpacked(basis.tokens, *fields)
+
+    got = triton.coarse_scores(query, basis, SCALING, shape.softcap)
+    assert (got[0, ..., -1] == -torch.inf).all()
+    assert_as_accurate_as(scores, parts, got.nan_to_num(nan=torch.inf, neginf=0.0))
+
+    listed = torch.stack([torch.randperm(shape.pages, device=DEVICE)[:4] for _ in range(BATCH * HEADS)])
+    listed = listed.view(BATCH, HEADS, -1)
+    page = triton.evaluate_bases(query, basis, listed, SCALING, shape.softcap)
+    empty = (take(basis.tokens, listed) == 0)[:, :, None, None].expand_as(page.lse)
+    assert (page.lse[empty] == -torch.inf).all()
+    for name in Partial._fields:
+
+        def expected(query: Tensor, *fields: Tensor, name: str = name) -> Tensor:
+            found = reference.evaluate_bases(query, unpacked(fields), listed, SCALING, shape.softcap)
+            return getattr(found, name).nan_to_num(neginf=0.0)
+
+        assert_as_accurate_as(expected, parts, getattr(page, name).nan_to_num(nan=torch.inf, neginf=0.0))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((64, 64)),
+        Shape((80, 48), group=3, queries=5, softcap=0.7),
+        Shape((96, 96), group=1, page_size=32, rank=3),
+        Shape((128, 128), group=8, pages=70, rank=2),
+        Shape((256, 64), group=1, page_size=64),
+        Shape((17, 33), group=3, page_size=8, rank=1),
+        Shape((64, 64), group=1, queries=64, pages=1, rank=2),
+    ],
+    ids=str,
+)
+def test_tiers(triton: Kernels, shape: Shape) -> None:
+    assert_same_tiers(triton, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("queries", [1, 5, 64])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 48), (128, 128), (256, 256)], ids=str)
+def test_tiers_of_every_shape(
+    triton: Kernels, dims: tuple[int, int], group: int, queries: int, page_size: int, softcap: float | None
+) -> None:
+    assert_same_tiers(triton, Shape(dims, group, queries, page_size, softcap=softcap))
+
+
+def test_bases_without_directions_and_without_pages(triton: Kernels) -> None:
+    """The coarse part alone, a layout that differs between fields, and nothing at all."""
+    keys = on_device(BATCH, HEADS, 5, 16, 64)
+    basis, query = build_basis(keys, keys, None, 0), on_device(BATCH, HEADS, 2, 1, 64)
+    expected = reference.coarse_scores(query, basis, SCALING, None)
+    torch.testing.assert_close(triton.coarse_scores(query, basis, SCALING, None), expected)
+    basis.radius = basis.radius.new_zeros(()).expand_as(basis.radius)
+    expected = reference.coarse_scores(query, basis, SCALING, None)
+    torch.testing.assert_close(triton.coarse_scores(query, basis, SCALING, None), expected)
+    nothing = PageBasis.empty(BATCH, HEADS, 16, 4, (64, 64), DEVICE)
+    assert triton.coarse_scores(query, nothing, SCALING, None).shape == (BATCH, HEADS, 2, 1, 0)
+    none = torch.zeros(BATCH, HEADS, 0, dtype=torch.long, device=DEVICE)
+    assert triton.evaluate_bases(query, nothing, none, SCALING, None).out.shape == (BATCH, HEADS, 2, 1, 0, 64)
+
+
+class Read(NamedTuple):
+    """An exact read."""
+
+    dims: tuple[int, int]
+    group: int = 4
+    queries: int = 1
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    runs: int = 5
+    masked: bool = False
+    softcap: float | None = None
+
+
+def inputs_of(read: Read, tokens: int = 401) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values; the storage has spare room full of NaN."""
+    query = on_device(BATCH, HEADS, read.group, read.queries, read.dims[0], dtype=read.dtype)
+    keys, values = (on_device(BATCH, HEADS, tokens + 9, dim, dtype=read.dtype) for dim in read.dims)
+    keys[:, :, tokens:] = values[:, :, tokens:] = torch.nan
+    return query, keys[:, :, :tokens], values[:, :, :tokens]
+
+
+def reads_of(read: Read, tokens: int = 401) -> Reads:
+    """Runs that start anywhere and do not overlap, the first ones at token 0, the last ones in reach of `last`."""
+    slots = (tokens - 1) // read.page_size
+    chosen = torch.stack([torch.randperm(slots - 2)[: read.runs] + 1 for _ in range(BATCH * HEADS)])
+    chosen[:, 0], chosen[:, -1] = 0, slots - 1
+    lengths = torch.randint(0, read.page_size + 1, chosen.shape)
+    lengths[:, 0] = read.page_size
+    starts = chosen * read.page_size + (torch.rand(chosen.shape) * (read.page_size - lengths + 1)).long()
+    at = (BATCH, HEADS, read.runs)
+    last = torch.tensor([[tokens - read.queries], [tokens - 40]]) + torch.arange(read.queries)
+    mask = None
+    if read.masked:  # padding in front, a tree behind; the first query of the first row sees nothing
+        mask = torch.rand(BATCH, 1, read.queries, tokens) < 0.7
+        mask[0, 0, 0] = False
+        mask = mask.to(DEVICE)
+    return Reads(starts.view(at).to(DEVICE), lengths.view(at).to(DEVICE), read.page_size, last.to(DEVICE), mask)
+
+
+def readable_of(reads: Reads, tokens: int) -> Tensor:
+    """What `Reads` promises, token by token: bool `[B, H, Q, T]`."""
+    token = torch.arange(tokens, device=DEVICE)
+    after = token >= reads.starts[..., None]
+    in_runs = (after & (token < (reads.starts + reads.lengths)[..., None])).any(2)[:, :, None]
+    readable = in_runs & (token <= reads.last[:, None, :, None])
+    return readable if reads.mask is None else readable & reads.mask
+
+
+def assert_same_read(triton: Kernels, read: Read) -> None:
+    inputs, reads = inputs_of(read), reads_of(read)
+    readable = readable_of(reads, inputs[1].shape[2])[:, :, None]
+
+    def logits(query: Tensor, keys: Tensor) -> Tensor:
+        found = SCALING * query @ keys[:, :, None].mT
+        if read.softcap is not None:
+            found = read.softcap * torch.tanh(found / read.softcap)
+        return found.masked_fill(~readable, -torch.inf)
+
+    got = triton.attend_pages(inputs[0].float(), *inputs[1:], reads, SCALING, read.softcap)
+    nothing = ~readable.any(-1).expand_as(got.lse)
+    assert nothing.any() == read.masked
+    assert (got.lse[nothing] == -torch.inf).all()
+    assert not got.out[nothing].any()
+    assert_as_accurate_as(lambda q, k, v: logits(q, k).softmax(-1).nan_to_num(0.0) @ v[:, :, None], inputs, got.out)
+    assert_as_accurate_as(
+        lambda q, k, v: logits(q, k).logsumexp(-1).nan_to_num(neginf=0.0),
+        inputs,
+        got.lse.nan_to_num(nan=torch.inf, neginf=0.0),
+    )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        Read((64, 64)),
+        Read((80, 48), group=3, queries=5, masked=True),
+        Read((96, 96), group=1, page_size=32, dtype=torch.bfloat16),
+        Read((128, 128), group=8, dtype=torch.bfloat16, runs=9),
+        Read((128, 128), group=1, queries=64, dtype=torch.float16, masked=True, runs=3),
+        Read((256, 64), page_size=64, runs=3, softcap=0.7),
+        Read((64, 256), group=3, queries=5, runs=2, dtype=torch.float16),
+        Read((64, 64), queries=64, group=1, masked=True, runs=2),
+    ],
+    ids=str,
+)
+def test_exact_reads(triton: Kernels, read: Read) -> None:
+    assert_same_read(triton, read)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("queries", [1, 5, 64])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 48), (128, 128), (256, 256)], ids=str)
+def test_exact_reads_of_every_shape(
+    triton: Kernels, dims: tuple[int, int], group: int, queries: int, page_size: int, dtype: torch.dtype
+) -> None:
+    for masked, softcap in product((False, True), (None, 0.7)):
+        assert_same_read(triton, Read(dims, group, queries, page_size, dtype, 3, masked, softcap))
+
+
+def test_reading_nothing(triton: Kernels) -> None:
+    """Runs without a token, and no run at all."""
+    inputs, reads = inputs_of(Read((64, 48))), reads_of(Read((64, 48)))
+    for runs in (5, 0):
+        empty = reads._replace(starts=reads.starts[..., :runs], lengths=torch.zeros_like(reads.lengths[..., :runs]))
+        got = triton.attend_pages(*inputs, empty, SCALING, None)
+        assert not got.out.any()
+        assert (got.lse == -torch.inf).all()
+
+
+def test_everything_read_in_pages_is_dense(triton: Kernels) -> None:
+    query, keys, values = inputs_of(Read((64, 64), queries=5), 160)
+    starts = torch.arange(0, 160, 16, device=DEVICE).expand(BATCH, HEADS, -1)
+    last = (155 + torch.arange(5, device=DEVICE)).expand(BATCH, -1)
+    causal = torch.arange(160, device=DEVICE) <= last[:, None, :, None]
+    got = triton.attend_pages(
+        query, keys, values, Reads(starts, torch.full_like(starts, 16), 16, last, None), 0.1, None
+    )
+    expected = reference.attend(query, keys, values, causal, 0.1, None)
+    torch.testing.assert_close(got.out, expected.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse, expected.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_merge(triton: Kernels, count: int, sink: bool) -> None:
+    shape = (BATCH, HEADS, 3, 2)
+    parts = [Partial(on_device(*shape, 33), 3 * on_device(*shape)) for _ in range(count)]
+    parts[0].lse[0], parts[-1].lse[:, 0] = -torch.inf, -torch.inf
+    sinks = on_device(1, HEADS, 3, 1) if sink else None
+    expected = reference.merge(parts, sinks)
+    assert not expected[0, 0].any() or count > 2
+    torch.testing.assert_close(triton.merge(parts, sinks), expected)
+
+
+@pytest.mark.parametrize("settings", [{"router": "quest"}, {"router": "box"}, {"router": "basis"}], ids=str)
+def test_a_model_says_the_same(settings: dict[str, Any]) -> None:
+    """Left padding, decoding and sealing; budgets that leave pages out."""
+    model: Any = tiny_models.llama()
+    model, text = model.to(DEVICE), tiny_models.prompt(90, rows=2).to(DEVICE)
+    mask = torch.ones_like(text)
+    mask[0, :21] = 0
+    found = {}
+    for impl in ("reference", "triton"):
+        config = OvalConfig(**{"page_size": 8, "budget_pages": 5, "seal_tokens": 1, "impl": impl, **settings})
+        with attach(model, config) as handle:
+            found[impl] = tiny_models.generate(model, text, attention_mask=mask, max_new_tokens=6)
+            stats = handle.stats()
+        assert stats["impl"] == impl
+        assert stats["read_ratio"] < 0.7
+    assert torch.equal(found["triton"].sequences, found["reference"].sequences)
+    for ours, theirs in zip(found["triton"].logits, found["reference"].logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
