@@ -26,8 +26,10 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from benchmarks.machine import command_line, describe_machine
 from benchmarks.markdown import table
+from oval_core import OvalConfig
 from oval_core.basis import PageBasis
 from oval_core.kernels import Reads, load
+from oval_core.layer import OvalLayer
 
 HEADS, GROUP, DIM, PAGE_SIZE, RANK = 8, 4, 128, 16, 8  # of Llama-3.1-8B and of OvalConfig
 PAGES, SHORTLIST, BUDGET = 512, 180, 32
@@ -76,14 +78,27 @@ def launches_of(dtype: torch.dtype, queries: int) -> list[Launch]:
     keys = torch.zeros(1, HEADS, PAGES * PAGE_SIZE, DIM, dtype=dtype)
     runs = torch.zeros(1, HEADS, BUDGET, dtype=torch.long)
     mask = None if queries == 1 else torch.ones(1, 1, queries, keys.shape[2], dtype=torch.bool)
+    listed = torch.zeros(1, HEADS, SHORTLIST, dtype=torch.long)
+    layer = _layer(keys[:, :, : 8 * BUDGET * PAGE_SIZE])
     with recorded(launches, queries):
-        kernels.coarse_scores(query, basis, DIM**-0.5, None)
-        listed = torch.zeros(1, HEADS, SHORTLIST, dtype=torch.long)
         kernels.evaluate_bases(query, basis, listed, DIM**-0.5, None)
+        if queries == 1:
+            kernels.cascade(query.flatten(1, 2), layer, None, DIM**-0.5)
+            return launches
+        kernels.coarse_scores(query, basis, DIM**-0.5, None)
         reads = Reads(runs, runs, PAGE_SIZE, torch.zeros(1, queries, dtype=torch.long), mask)
         part = kernels.attend_pages(query, keys, keys, reads, DIM**-0.5, None)
         kernels.merge([part, part], None)
     return launches
+
+
+def _layer(keys: Tensor) -> OvalLayer:
+    """A layer that has read these keys, values alike, and one more token."""
+    layer = OvalLayer(OvalConfig(router="basis", rank=RANK, page_size=PAGE_SIZE), None, 0)
+    for tokens in (keys, keys[:, :, :1]):
+        layer.update(tokens, tokens)
+        layer.attended(None)
+    return layer
 
 
 def compiled(launch: Launch, capability: int) -> dict[str, Any]:

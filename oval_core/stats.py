@@ -78,7 +78,7 @@ class Recorder:
             self.dense_steps[reason] += 1
 
     def fall_back(self, reason: str) -> None:
-        """A layer did not run on the implementation asked for but on another one (counted once a step)."""
+        """The implementation asked for could not do all of a layer, or not in one call (counted once a step)."""
         if (self.step, reason) not in self._noted:
             self._noted.add((self.step, reason))
             self.fallbacks[reason] += 1

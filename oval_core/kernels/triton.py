@@ -1,7 +1,8 @@
 """The three tiers and their merge in Triton, for CUDA devices; under Triton's interpreter also for CPU tensors.
 
 Each kernel has a file of its own: `triton_coarse.py`, `triton_basis.py`, `triton_exact.py`, `triton_merge.py`. Basis
-fields, page numbers and runs of tokens are read where they lie; nothing is unpacked or gathered beforehand.
+fields, page numbers and runs of tokens are read where they lie; nothing is unpacked or gathered beforehand. A decoding
+step without a mask takes few launches, see `triton_cascade.py`.
 
 A decoding step without an attention mask never waits for the device: selections stay there, and the few numbers that
 Python knows (`memory.on_device`) are copied without waiting. With a mask it waits once a layer, to see whether a new
@@ -18,8 +19,18 @@ from __future__ import annotations
 
 from oval_core.kernels.reference import attend
 from oval_core.kernels.triton_basis import evaluate_bases
+from oval_core.kernels.triton_cascade import FUSED_ROUTERS, cascade, unsupported
 from oval_core.kernels.triton_coarse import coarse_scores
 from oval_core.kernels.triton_exact import attend_pages
 from oval_core.kernels.triton_merge import merge
 
-__all__ = ["attend", "attend_pages", "coarse_scores", "evaluate_bases", "merge"]
+__all__ = [
+    "FUSED_ROUTERS",
+    "attend",
+    "attend_pages",
+    "cascade",
+    "coarse_scores",
+    "evaluate_bases",
+    "merge",
+    "unsupported",
+]

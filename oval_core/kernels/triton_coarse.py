@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from oval_core.basis import COARSE_FIELDS, PageBasis
-from oval_core.kernels.triton_maths import cap_of, capped, full, in_one_layout, rows_of, tile_rows, unsigned4
+from oval_core.kernels.triton_maths import LEAST_ROWS, cap_of, capped, full, in_one_layout, rows_of, unsigned4
 
-TILE_PAGES, MOST_ROWS = 32, 32  # of a tile, larger ones do not fit into registers
+TILE_PAGES = 32  # with LEAST_ROWS all that fits into registers
 
 
 def coarse_scores(query: Tensor, basis: PageBasis, scaling: float, softcap: float | None) -> Tensor:
@@ -19,13 +19,12 @@ def coarse_scores(query: Tensor, basis: PageBasis, scaling: float, softcap: floa
     fields, capacity = in_one_layout(basis, COARSE_FIELDS)
     count, pages = rows.shape[2], basis.tokens.shape[2]
     scores = full((*query.shape[:4], pages), query)
-    tile = tile_rows(count, MOST_ROWS)
-    grid = (triton.cdiv(pages, TILE_PAGES), triton.cdiv(count, tile), batch * heads)
+    grid = (triton.cdiv(pages, TILE_PAGES), triton.cdiv(count, LEAST_ROWS), batch * heads)
     half = (dim + 1) // 2
     if pages:
         coarse_kernel[grid](
             rows, *fields, scores, capacity, pages, count, cap_of(scaling, softcap),
-            DIM=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 16)), ROWS=tile, PAGES=TILE_PAGES,
+            DIM=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 16)), ROWS=LEAST_ROWS, PAGES=TILE_PAGES,
         )  # fmt: skip
     return scores
 

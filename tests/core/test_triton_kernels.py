@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from oval_core import OvalConfig, attach, kernels
+from oval_core.attention import paged_attention
 from oval_core.basis import PageBasis, build_basis
+from oval_core.binding import Binding
 from oval_core.kernels import Kernels, Partial, Reads, reference
+from oval_core.layer import OvalLayer
 from oval_core.memory import take
+from oval_core.stats import Recorder
 from tests.core import tiny_models
 from tests.tolerance import assert_as_accurate_as
 
@@ -288,21 +292,70 @@ def test_merge(triton: Kernels, count: int, sink: bool) -> None:
     torch.testing.assert_close(triton.merge(parts, sinks), expected)
 
 
-@pytest.mark.parametrize("settings", [{"router": "quest"}, {"router": "box"}, {"router": "basis"}], ids=str)
-def test_a_model_says_the_same(settings: dict[str, Any]) -> None:
-    """Left padding, decoding and sealing; budgets that leave pages out."""
+def layer_of(config: OvalConfig, group_dims: tuple[int, int], dtype: torch.dtype, short_pages: bool) -> OvalLayer:
+    """Two rows, one of which may have short pages and so other tables; the last token is new."""
+    layer = OvalLayer(config, None, 0)
+    for tokens in (110, 1):
+        keys, values = (on_device(BATCH, HEADS, tokens, dim, dtype=dtype) for dim in group_dims)
+        layer.update(2 * keys, values)
+        if short_pages and tokens > 1:
+            layer.mark(1, 21, 83, tag=0)
+        layer.attended(None)
+    layer.update(*(on_device(BATCH, HEADS, 1, dim, dtype=dtype) for dim in group_dims))
+    layer.attended(None)
+    return layer
+
+
+STEPS: list[tuple[dict[str, Any], int, tuple[int, int], torch.dtype, bool]] = [
+    ({"router": "basis"}, 4, (24, 24), torch.float32, False),
+    ({"router": "basis", "rank": 3, "seal_tokens": 1}, 3, (17, 33), torch.float32, True),
+    ({"router": "basis", "estimate_tail": "none", "shortlist_pages": 7}, 1, (16, 16), torch.bfloat16, False),
+    ({"router": "basis", "sink_pages": 2, "window_pages": 3, "shortlist_ratio": 1.0}, 2, (16, 16), torch.float32, True),
+    ({"router": "box", "seal_tokens": 1}, 3, (24, 16), torch.float32, True),
+    ({"router": "box", "sink_pages": 0, "window_pages": 0, "budget_pages": 1}, 1, (16, 16), torch.float16, False),
+]
+
+
+@pytest.mark.parametrize(("settings", "group", "dims", "dtype", "short_pages"), STEPS, ids=str)
+def test_a_step_in_few_launches(
+    settings: dict[str, Any], group: int, dims: tuple[int, int], dtype: torch.dtype, short_pages: bool
+) -> None:
+    """Same output, same pages, same figures, and nothing is left to the tiers."""
+    config = OvalConfig(**{"page_size": 8, "budget_pages": 6, "rank": 4, **settings})
+    layer, query = layer_of(config, dims, dtype, short_pages), on_device(BATCH, HEADS * group, 1, dims[0], dtype=dtype)
+    found = {}
+    for impl in ("reference", "triton"):
+        recorder = Recorder(config)
+        recorder.step = 2
+        with recorder.tracing() as entries:
+            out = paged_attention(Binding(impl, "sdpa", recorder), layer, query.float(), None, SCALING)
+        found[impl] = out, entries[0].read, recorder.report()
+    (ours, our_pages, our_stats), (theirs, their_pages, their_stats) = found["triton"], found["reference"]
+    assert torch.equal(our_pages, their_pages)
+    tolerance = max(2e-5, float(torch.finfo(dtype).eps))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert our_stats["impl_fallbacks"] == {}
+    for name in ("bytes_read", "metadata_bytes", "pages_read_mean", "page_utilization", "route_hit_rate"):
+        assert our_stats[name] == their_stats[name], name
+
+
+@pytest.mark.parametrize(("router", "padded"), [("quest", True), ("basis", True), ("basis", False), ("box", False)])
+def test_a_model_says_the_same(router: str, padded: bool) -> None:
+    """Decoding and sealing, budgets that leave pages out; padding is left to the tiers, nothing else is."""
     model: Any = tiny_models.llama()
     model, text = model.to(DEVICE), tiny_models.prompt(90, rows=2).to(DEVICE)
     mask = torch.ones_like(text)
-    mask[0, :21] = 0
+    mask[0, : 21 * padded] = 0
     found = {}
     for impl in ("reference", "triton"):
-        config = OvalConfig(**{"page_size": 8, "budget_pages": 5, "seal_tokens": 1, "impl": impl, **settings})
+        config = OvalConfig(page_size=8, budget_pages=5, seal_tokens=1, impl=impl, router=router)
         with attach(model, config) as handle:
-            found[impl] = tiny_models.generate(model, text, attention_mask=mask, max_new_tokens=6)
+            found[impl] = tiny_models.generate(model, text, attention_mask=mask, max_new_tokens=4)
             stats = handle.stats()
         assert stats["impl"] == impl
         assert stats["read_ratio"] < 0.7
+        left_to_tiers = impl == "triton" and router == "basis" and padded
+        assert stats["impl_fallbacks"] == ({"attention mask": 3} if left_to_tiers else {})
     assert torch.equal(found["triton"].sequences, found["reference"].sequences)
     for ours, theirs in zip(found["triton"].logits, found["reference"].logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
