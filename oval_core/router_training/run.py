@@ -1,0 +1,116 @@
+"""One training: how long, how fast, and how it goes on after an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from oval_core.config import OvalConfig
+from oval_core.router_training.learning import routing_loss
+from oval_core.router_training.lessons import Lesson
+from oval_core.routers.learned import LearnedHead
+from oval_core.routers.learned_file import LearnedModule
+from oval_core.routers.repair import InputRepair
+from oval_core.training_state import Content, StateFile, interrupts_wait, make_accelerator, share_of_rate
+
+LARGEST_GRADIENT, WEIGHT_DECAY = 1.0, 0.01
+
+
+@dataclass(frozen=True)
+class LearningSettings:
+    """How a router, or a repair, learns.
+
+    Args:
+        steps: of the optimizer, one passage each.
+        batch: positions a step.
+        rate: highest learning rate.
+        focus: of the focal factor, see `routing_loss`.
+        dim: of the comparison of queries and pages.
+        coarse: whether the router adds to the training-free coarse score instead of doing without.
+        budget_pages: of the hit rates, see `OvalConfig`; its sinks and window are left out of the loss.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+
+    steps: int = 1000
+    batch: int = 32
+    rate: float = 2e-3
+    focus: float = 2.0
+    dim: int = 32
+    coarse: bool = False
+    budget_pages: int = 24
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, is_right in (("rate", self.rate > 0), ("focus", self.focus >= 0)):
+            if not is_right:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        OvalConfig(budget_pages=self.budget_pages)
+
+    @property
+    def forced(self) -> tuple[int, int]:
+        """Sink and window pages."""
+        config = OvalConfig(budget_pages=self.budget_pages)
+        return config.sink_pages, config.window_pages
+
+
+class Run:
+    """Something on its way to being trained, and what is needed to go on with it.
+
+    Args:
+        head: the router's.
+        repair: to train in front of it; None: the head itself is trained.
+        settings: how.
+        seed: of what is drawn.
+        state: where to keep what was reached.
+    """
+
+    def __init__(
+        self, head: LearnedHead, repair: InputRepair | None, settings: LearningSettings, seed: int, state: StateFile
+    ) -> None:
+        self.head, self.repair, self.settings, self.seed, self.state, self.step = head, repair, settings, seed, state, 0
+        self.trained: LearnedModule = head if repair is None else repair
+        self.accelerator = make_accelerator()
+        self.optimizer = torch.optim.AdamW(self.trained.parameters(), lr=settings.rate, weight_decay=WEIGHT_DECAY)
+        saved = state.load()
+        if saved:
+            self.step = saved["step"]
+            self.trained.load_state_dict(saved["trained"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+    def through(self, lessons: Sequence[Lesson]) -> list[float]:
+        """Take all steps that are left; their losses."""
+        losses: list[float] = []
+        bar = tqdm(total=self.settings.steps, initial=self.step, desc=self.trained.kind, unit="step")
+        with bar, interrupts_wait() as interrupted:
+            while self.step < self.settings.steps:
+                losses.append(self._advance(lessons))
+                bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+                bar.update()
+                self.state.after_step(self._content, interrupted())
+        return losses
+
+    def _advance(self, lessons: Sequence[Lesson]) -> float:
+        """One step; its loss. What it draws depends on the seed and its number alone."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.rate * share_of_rate(self.step, self.settings.steps)
+        noise = torch.Generator().manual_seed((self.seed << 32) + self.step)
+        lesson = lessons[int(torch.randint(len(lessons), (), generator=noise))]
+        chosen = torch.randperm(len(lesson.positions), generator=noise)[: self.settings.batch]
+        part = lesson.at(chosen).to(self.trained.device)
+        loss = routing_loss(self.head, part, noise, self.settings.focus, self.settings.forced, self.repair)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.trained.parameters(), LARGEST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return float(loss.detach())
+
+    def _content(self) -> Content:
+        return {"step": self.step, "trained": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}
