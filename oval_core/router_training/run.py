@@ -48,9 +48,10 @@ class LearningSettings:
         for name in ("steps", "batch", "dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, is_right in (("rate", self.rate > 0), ("focus", self.focus >= 0)):
-            if not is_right:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.rate <= 0:
+            raise ValueError(f"rate must be > 0, got {self.rate}")
+        if self.focus < 0:
+            raise ValueError(f"focus must be >= 0, got {self.focus}")
         OvalConfig(budget_pages=self.budget_pages)
 
     @property

@@ -113,7 +113,7 @@ class LearnedHead(LearnedModule):
         Args:
             asked: as `ask` returns it.
             page_keys: `[B, H, P, dim]`.
-            coarse: training-free scores of the shape that is returned, for a head that was made with `coarse`; else None.
+            coarse: training-free scores of the shape that is returned, for a head made with `coarse`; else None.
         """
         content = asked[..., : self.dim] @ page_keys.float().mT[:, :, None]
         place = torch.einsum(

@@ -95,7 +95,7 @@ def load_learned(path: Path, kind: type[Module]) -> Module:
     try:
         module = kind(ModelSizes(**about["sizes"]), **about["options"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected the sizes and options of a {kind.kind}, got {about} ({error})") from None
+        raise ValueError(f"{path}: expected sizes and options of: {kind.kind}, got {about} ({error})") from None
     shapes = {name: [*tensor.shape] for name, tensor in module.state_dict().items()}
     require_tensors(path, tensors, torch.float32, shapes)
     module.load_state_dict(tensors)

@@ -91,8 +91,8 @@ def test_a_padded_row_is_routed_like_the_row_alone(kind: type[LearnedRouter], co
             assert sorted(chosen(single, 0, head)) == sorted(chosen(together, row, head))
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(KINDS), st.integers(9, 400), st.integers(0, 9))
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(KINDS), st.integers(9, 200), st.integers(0, 9))
 def test_any_context_length(kind: type[LearnedRouter], total: int, spare: int) -> None:
     router = made(kind)
     query, pages, _ = scene([0], total=total, budget_pages=3 + spare)
@@ -183,7 +183,6 @@ def test_positions_are_absolute() -> None:
 
 
 def test_places_do_without_padding() -> None:
-    router = made(OutputHeadRouter)
     _, pages, _ = scene([0, 37])
     places = Places.of(pages)
     assert places.starts[1, :5].tolist() == [0, 8, 16, 24, 32]
@@ -191,29 +190,33 @@ def test_places_do_without_padding() -> None:
     assert places.features()[1, 0, :3, -1].tolist() == [1, 0, 0]
 
 
-def test_scores_by_formula() -> None:
-    """Of both heads, spelt out for one query head."""
-    for kind in KINDS:
-        router = made(kind, coarse=True)
-        query, pages, made_of = scene([0])
-        head: Any = router.head
-        hidden, places = made_of["hidden"][0, 0], Places.of(pages)
-        head.hidden_scale.copy_(torch.rand(HIDDEN) + 0.5)
-        head.key_mean.normal_()
-        if kind is OutputHeadRouter:
-            z = torch.nn.functional.gelu(head.down[0] @ (hidden * head.hidden_scale[0]) + head.down_bias[0])
-            asked = (head.base[0, 4] + 2.0 * head.adapter_out[0, 4] @ head.adapter_in[0, 4]) @ z
-            asked = asked / head.log_temperature[0, 4].exp()
-        else:
-            inputs = torch.cat([hidden * head.hidden_scale[0], encoded(pages.positions)[0, 0]])
-            z = torch.nn.functional.gelu(head.first[0] @ inputs + head.first_bias[0])
-            asked = head.second[0, 4] @ z + head.second_bias[0, 4]
-        keys = (pages.basis.coarse()[0][0, 1] - head.key_mean[0, 1]) @ head.key[0, 1].T
-        place = places.features()[0, 0] @ asked[8:14]
-        coarse = pages.kernels.coarse_scores(query, pages.basis, pages.scaling, None)[0, 1, 1, 0]
-        expected = (keys @ asked[:8] + place) / math.sqrt(8) + head.gate[0, 1] * coarse
-        pages.derived.clear()
-        torch.testing.assert_close(router.score(query, pages)[0, 1, 1, 0], expected, atol=1e-2, rtol=1e-2)
+def asked_by_hand(head: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+    """Of the second query head of the second group."""
+    hidden = hidden * head.hidden_scale[0]
+    if isinstance(head, OutputHead):
+        z = torch.nn.functional.gelu(head.down[0] @ hidden + head.down_bias[0])
+        asked = (head.base[0, 4] + 2.0 * head.adapter_out[0, 4] @ head.adapter_in[0, 4]) @ z
+        return asked / head.log_temperature[0, 4].exp()
+    inputs = torch.cat([hidden, encoded(positions)[0, 0]])
+    return (
+        head.second[0, 4] @ torch.nn.functional.gelu(head.first[0] @ inputs + head.first_bias[0])
+        + head.second_bias[0, 4]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_by_formula(kind: type[LearnedRouter]) -> None:
+    router = made(kind, coarse=True)
+    query, pages, made_of = scene([0])
+    head = router.head
+    head.hidden_scale.copy_(torch.rand(HIDDEN) + 0.5)
+    head.key_mean.normal_()
+    asked = asked_by_hand(head, made_of["hidden"][0, 0], pages.positions)
+    keys = (pages.basis.coarse()[0][0, 1] - head.key_mean[0, 1]) @ head.key[0, 1].T
+    place = Places.of(pages).features()[0, 0] @ asked[8:14]
+    coarse = pages.kernels.coarse_scores(query, pages.basis, pages.scaling, None)[0, 1, 1, 0]
+    expected = (keys @ asked[:8] + place) / math.sqrt(8) + head.gate[0, 1] * coarse
+    torch.testing.assert_close(router.score(query, pages)[0, 1, 1, 0], expected, atol=1e-2, rtol=1e-2)
 
 
 def test_the_output_head_is_adapted_not_replaced() -> None:
@@ -285,7 +288,8 @@ def test_files_for_other_models_are_refused(tmp_path: Path) -> None:
     save_learned(path, made(PositionMlpRouter).head)
     with pytest.raises(ValueError, match=r"position MLP is for another model: expected .*hidden_size=12.* got .*=64"):
         PositionMlpRouter.load(path, model)
-    config = OvalConfig(page_size=8, budget_pages=4, seal_tokens=1, router=PositionMlpRouter.load(path))
+    router = PositionMlpRouter.load(path)
+    config = OvalConfig(page_size=8, budget_pages=4, seal_tokens=1, router=router, impl="reference")
     with (
         attach(model, config),
         pytest.raises(ValueError, match=r"expected KV heads, .* \(2, 3, 8, 12\) in 1 layers, got"),
@@ -307,7 +311,7 @@ def spoilt(**changes: str) -> Callable[[dict[str, str], dict[str, Tensor]], None
         (spoilt(format="another"), "expected metadata format and kind"),
         (spoilt(about="{"), "metadata about cannot be read"),
         (spoilt(about="[]"), "expected metadata about to be a JSON object"),
-        (spoilt(about=json.dumps({"sizes": {"layers": 0}})), "expected the sizes and options of a output head"),
+        (spoilt(about=json.dumps({"sizes": {"layers": 0}})), "expected sizes and options of: output head"),
         (lambda metadata, tensors: tensors.pop("down"), "expected tensor down to be .* got None"),
         (lambda metadata, tensors: tensors.update(down=torch.zeros(3)), "expected tensor down to be"),
     ],
