@@ -271,7 +271,7 @@ def test_they_are_off_by_default() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_loaded(kind: type[LearnedRouter], tmp_path: Path) -> None:
-    options = {"width": 24} if kind is PositionMlpRouter else {}
+    options: dict[str, Any] = {"width": 24} if kind is PositionMlpRouter else {}
     router, path = made(kind, coarse=True, **options), tmp_path / "new" / "router.safetensors"
     save_learned(path, router.head)
     loaded = kind.load(path)
@@ -284,7 +284,8 @@ def test_what_is_saved_is_loaded(kind: type[LearnedRouter], tmp_path: Path) -> N
 
 
 def test_files_for_other_models_are_refused(tmp_path: Path) -> None:
-    path, model = tmp_path / "router.safetensors", llama()
+    path = tmp_path / "router.safetensors"
+    model: Any = llama()
     save_learned(path, made(PositionMlpRouter).head)
     with pytest.raises(ValueError, match=r"position MLP is for another model: expected .*hidden_size=12.* got .*=64"):
         PositionMlpRouter.load(path, model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oval_core import training
-from oval_core.router_training import run
+from oval_core.router_training import learning, run
 from oval_core.router_training.hits import hit_rates
 from oval_core.router_training.learning import fit_scales, routing_loss
 from oval_core.router_training.lessons import Lesson, Teacher, make_lessons
@@ -118,7 +118,7 @@ def test_the_loss_by_hand() -> None:
     head = LearnedHead(sizes, dim=8)
     scores = torch.randn(1, 1, 1, 1, PAGES)
     head.ask = lambda layer, hidden, positions: None  # type: ignore[method-assign, assignment, return-value]
-    head.scores = lambda *_: scores  # type: ignore[method-assign, assignment]
+    head.scores = lambda *_: scores  # type: ignore[method-assign]
     q = scores[0, 0, 0, 0, 1:4].softmax(-1)
     expected = -(torch.tensor([0.2, 0.1, 0.05]) * (1 - q) ** 2 * q.log()).sum()
     torch.testing.assert_close(routing_loss(head, lesson, torch.Generator(), 2.0, (1, 1)), expected)
@@ -191,7 +191,7 @@ def test_hit_rates_are_ordered() -> None:
 
 def _interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Press Ctrl-C in a certain step."""
-    real: Callable[..., Tensor] = run.routing_loss
+    real: Callable[..., Tensor] = learning.routing_loss
     calls = iter(range(call + 1))
 
     def pressed(*arguments: Any) -> Tensor:
@@ -214,9 +214,7 @@ def test_an_interrupted_training_comes_to_the_same_weights(
         _interrupt_at(patched, 3)
         train_router(tmp_path / "parts", model, TEXTS, router, PASSAGES, LEARNING, lessons)
     assert torch.load(tmp_path / "parts" / STATE_FILE, weights_only=True)["content"]["step"] == 4
-    assert train_router(tmp_path / "parts", model, TEXTS, router, PASSAGES, LEARNING, lessons) == pytest.approx(
-        whole | {"random": pytest.approx(whole["random"])}
-    )
+    assert train_router(tmp_path / "parts", model, TEXTS, router, PASSAGES, LEARNING, lessons) == whole
     both = [load_router(tmp_path / name / "router.safetensors").head.state_dict() for name in ("whole", "parts")]
     assert all(torch.equal(tensor, both[1][name]) for name, tensor in both[0].items())
     assert not (tmp_path / "parts" / STATE_FILE).exists()
