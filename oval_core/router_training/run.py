@@ -95,6 +95,7 @@ class Run:
                 bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
                 bar.update()
                 self.state.after_step(self._content, interrupted())
+        self.state.save(self._content())  # what comes next may be interrupted, too
         return losses
 
     def _advance(self, lessons: Sequence[Lesson]) -> float:

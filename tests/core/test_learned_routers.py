@@ -101,14 +101,14 @@ def test_any_context_length(kind: type[LearnedRouter], total: int, spare: int) -
         assert len(chosen(router.select(query, pages), 0, head)) == min(2 + spare, count)
 
 
-@given(st.integers(0, 10_000), st.floats(0, 5e8), st.floats(4, 32))
+@given(st.integers(0, 10_000), st.floats(0, 5e8), st.floats(0, 32))
 def test_a_window_is_clipped_and_never_empty(position: int, offset: float, radius: float) -> None:
     bounds = window(torch.tensor(position), torch.tensor(offset), torch.tensor(radius))
     begin, end = (int(bound) for bound in bounds)
     assert 0 <= begin < end <= position + 1
-    assert min(3, position + 1) <= end - begin <= 2 * radius + 1
+    assert min(3, position + 1) <= end - begin <= max(3, 2 * radius + 1)
     centre = position - offset
-    if centre - radius >= 0 and centre + radius <= position:
+    if radius >= 4 and centre - radius >= 0 and centre + radius <= position:
         assert begin - 1 < centre - radius <= begin + 1e-2
         assert end - 1 <= centre + radius + 1e-2 < end + 1e-2
     if offset == 0:
