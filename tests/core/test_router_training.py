@@ -73,8 +73,8 @@ def found(head: LearnedHead, lesson: Lesson, repair: InputRepair | None = None) 
 
 
 def trained(head: LearnedHead, lessons: list[Lesson], tmp_path: Path, repair: InputRepair | None = None) -> list[float]:
-    settings = LearningSettings(steps=200, batch=64, rate=2e-2, dim=8, budget_pages=4)
-    return Run(head, repair, settings, 0, StateFile(tmp_path / "state.pt", {})).through(lessons)
+    name, settings = f"{repair is None}.pt", LearningSettings(steps=200, batch=64, rate=2e-2, dim=8, budget_pages=4)
+    return Run(head, repair, settings, 0, StateFile(tmp_path / name, {})).through(lessons)
 
 
 @pytest.mark.parametrize("kind", [PositionMlpHead, OutputHead])
