@@ -20,11 +20,23 @@ from oval_spec import (
     PromptLookupDrafter,
     SparseSelfDrafter,
     SpeculativeStats,
+    Tree,
     speculative_generate,
 )
+from oval_spec.drafters import Seen
 
 BASELINE = "generate"
 LONG_TOKENS = 2048  # from here on pages are worth while
+
+
+class NoDrafter(Drafter):
+    """Drafts nothing: what is left is how `oval_spec` reads."""
+
+    name, most_tokens = "no drafts", 1
+
+    def draft(self, seen: Seen, most: int) -> list[Tree]:
+        """See `Drafter.draft`."""
+        return [Tree()] * len(seen.texts)
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ def make_variants(
     lookup = _plain(model, goes_on=False, prompt_lookup_num_tokens=10)
     stock = Variant("transformers' prompt lookup", "exact", lookup)
     variants = [Variant(BASELINE, "dense", _plain(model)), stock]
+    variants.append(Variant("no drafts", "exact", _speculative(model, NoDrafter)))
     drafters: dict[str, Callable[[], Drafter]] = {"prompt lookup": PromptLookupDrafter}
     found = load_heads(model, heads)
     if found is not None:

@@ -1,8 +1,8 @@
 """Linear layers over a few rows of float32 on a CPU: the transposed product, which reads the weights once.
 
-BLAS libraries multiply many rows well, and one row; two to five, as in the verification of a small draft, they may
-treat like many, which takes longer than reading the weights. `W x^T` has the weights where the many rows are;
-`python -m benchmarks.short_linears` compares the two.
+BLAS libraries are made for many rows. A single one they multiply at less than the memory's speed, and two to eight, as
+in the verification of a small draft, like many. `W x^T` has the weights where the many rows are; a single row is counted
+twice for it. `python -m benchmarks.short_linears` compares the two.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-ROWS = range(2, 6)
+MOST_ROWS = 8
 
 
 @contextmanager
 def quick_short_linears(model: nn.Module) -> Iterator[None]:
-    """Inside the `with` block plain float32 `nn.Linear` layers on a CPU multiply `ROWS` rows the quick way.
+    """Inside the `with` block plain float32 `nn.Linear` layers on a CPU multiply up to `MOST_ROWS` rows the quick way.
 
     Layers whose `forward` somebody else has replaced stay as they are.
     """
@@ -41,11 +41,17 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def _forward(module: nn.Linear, inputs: Tensor) -> Tensor:
-    rows = inputs.shape[:-1]
-    if rows.numel() not in ROWS or inputs.dtype != torch.float32 or _is_special():
+    if inputs.numel() > MOST_ROWS * module.in_features or inputs.dtype != torch.float32 or _is_special():
         return linear(inputs, module.weight, module.bias)
-    out = (module.weight @ inputs.reshape(-1, inputs.shape[-1]).T).T.contiguous().view(*rows, -1)
+    out = few_rows(inputs.reshape(-1, module.in_features), module.weight).view(*inputs.shape[:-1], module.out_features)
     return out if module.bias is None else out + module.bias
+
+
+def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """`x W^T` for few rows: `[n, in]` and `[out, in]` -> `[n, out]`, contiguous."""
+    if len(x) == 1:
+        return (weight @ x.expand(2, -1).T).T[:1].contiguous()
+    return (weight @ x.T).T.contiguous()
 
 
 def _is_special() -> bool:

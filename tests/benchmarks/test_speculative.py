@@ -37,7 +37,7 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
 ) -> None:
     result = run(files, tmp_path, "--contexts", "90", "--groups", "continuation", "noise")
     assert result == json.loads(capsys.readouterr().out.splitlines()[-1])
-    expected = [BASELINE, "transformers' prompt lookup", "prompt lookup", "medusa"]
+    expected = [BASELINE, "transformers' prompt lookup", "no drafts", "prompt lookup", "medusa"]
     assert [row["drafter"] for row in result["rows"]] == expected * 2
     ours = [row for row in result["rows"] if "transformers" not in row["drafter"]]  # theirs draws other random numbers
     assert all(row["identical"] == row["agreement"] == 1 for row in ours)
