@@ -1,8 +1,8 @@
 """Linear layers over a few rows of float32 on a CPU: the transposed product, which reads the weights once.
 
 BLAS libraries are made for many rows. A single one they multiply at less than the memory's speed, and two to eight, as
-in the verification of a small draft, like many. `W x^T` has the weights where the many rows are; a single row is counted
-twice for it. `python -m benchmarks.short_linears` compares the two.
+in the verification of a small draft, like many. `W x^T` has the weights where the many rows are; a single row is
+counted twice for it. `python -m benchmarks.short_linears` compares the two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _forward(module: nn.Linear, inputs: Tensor) -> Tensor:
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
     """`x W^T` for few rows: `[n, in]` and `[out, in]` -> `[n, out]`, contiguous."""
     if len(x) == 1:
-        return (weight @ x.expand(2, -1).T).T[:1].contiguous()
+        return (weight @ x.repeat(2, 1).T).T[:1].contiguous()
     return (weight @ x.T).T.contiguous()
 
 
