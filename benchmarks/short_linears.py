@@ -22,6 +22,7 @@ from benchmarks.readme import MEASUREMENTS
 from demos.smollm2 import load_model
 from oval_spec.short_linears import few_rows
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "x W^T": linear,
@@ -34,19 +35,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; see `--help`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.short_linears", description=__doc__)
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
-    model, _ = load_model(options.model)
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    rows = [_row(weights, count, options.rounds) for count in ROWS]
+    rows = []
+    for dtype in options.dtypes:
+        model, _ = load_model(options.model, DTYPES[dtype])
+        weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        rows += [{"dtype": dtype, **_row(weights, count, options.rounds)} for count in ROWS]
     about = {"command": command_line("short_linears", arguments), "machine": describe_machine()}
     publish({"benchmark": "short_linears", **about, "rows": rows}, options.out)
 
 
 def _row(weights: list[Tensor], count: int, rounds: int) -> dict[str, Any]:
     """Median milliseconds of each form for so many rows."""
-    inputs = {width: torch.randn(count, width) for width in {weight.shape[1] for weight in weights}}
+    widths, dtype = {weight.shape[1] for weight in weights}, weights[0].dtype
+    inputs = {width: torch.randn(count, width, dtype=dtype) for width in widths}
 
     def multiply(form: Callable[[Tensor, Tensor], Tensor]) -> None:
         for weight in weights:

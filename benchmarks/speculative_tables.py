@@ -38,7 +38,7 @@ def page_sets_table(result: Result) -> str:
         for row in result["rows"]
         if row["pages"] is not None
     ]
-    head = ("drafter", "context", "prompts", "pages", *(f"{name} (covers)" for name in SETS))
+    head = ("drafter", "context", "prompts", "pages", *(f"{name} (covers)".replace("|", "\\|") for name in SETS))
     return f"{table(head, lines)}\n\n{source(result)}"
 
 
