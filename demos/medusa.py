@@ -21,13 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from demos.acceptance_plot import draw_acceptance
 from demos.smollm2 import load_model
 from demos.smollm2_heads import load_heads
+from demos.texts import load_text
 from demos.token_clock import TokenClock
 from oval_core import OvalConfig
 from oval_spec import MedusaDrafter, SpeculativeOutput, speculative_generate
 
-PROMPT = "Explain in a few sentences why the sky is blue."
+PASSAGE = slice(100_000, 101_800)  # characters of the novel
+QUESTION = "Explain what happens in this passage."
 GUESSED = "bold green"
-LOOK_EVERY = 8
+LOOK_EVERY = 4
+FEW_PAGES = OvalConfig(page_size=8, seal_tokens=16, budget_ratio=0.25, stats_every=0)  # of a short text
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,14 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
     heads = load_heads(model, options.heads)
     if heads is None:
         sys.exit(f"the shipped heads are for SmolLM2-135M-Instruct, not {options.model}: give --heads")
-    prompt = _chat(tokenizer, options.prompt)
+    prompt = _chat(tokenizer, options.prompt or f"{load_text('novel')[PASSAGE]}\n\n{QUESTION}")
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": options.new_tokens}
     clocks = [TokenClock(options.new_tokens, title) for title in ("plain", "Medusa")]
     plain: Tensor = model.generate(**prompt, streamer=clocks[0], **settings)
     drafter = MedusaDrafter(heads)
     fast = speculative_generate(model, prompt, drafter, streamer=clocks[1], **settings)
     looked = speculative_generate(
-        model, prompt, drafter, config=OvalConfig(stats_every=0), look_every=LOOK_EVERY, **settings
+        model, prompt, drafter, config=FEW_PAGES, look_every=LOOK_EVERY, adapt=False, **settings
     )
     _show(Console(), tokenizer, prompt["input_ids"], plain, fast, clocks)
     draw_acceptance(looked.stats, options.picture)
@@ -53,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demos.medusa", description=__doc__)
-    parser.add_argument("prompt", nargs="?", default=PROMPT, help="what to ask (default: %(default)s)")
+    parser.add_argument("prompt", nargs="?", help="what to ask (default: what happens in a passage of a novel)")
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--heads", type=Path, help="Medusa heads of the model (default: those of SmolLM2)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to write (default: %(default)s)")
