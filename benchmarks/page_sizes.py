@@ -26,7 +26,7 @@ from demos.texts import TEXTS, load_text
 from oval_core import OvalConfig
 from oval_core.page_policy import PagePolicy
 from oval_core.page_sizing import SelfSizedPages, entropy, spread
-from oval_core.sizing_head import SizingHead
+from oval_core.page_sizing.head import SizingHead
 
 FIXED = (8, 16, 32, 64)
 MOST_TOKENS = 32  # of a page that sizes itself
@@ -93,7 +93,7 @@ def _curve(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page_sizes", description=__doc__)
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--head", type=Path, help="trained by oval_core.page_sizing_training (default: none)")
+    parser.add_argument("--head", type=Path, help="trained by oval_core.page_sizing.training (default: none)")
     parser.add_argument("--text", choices=TEXTS, default=TEXTS[0], help="(default: %(default)s)")
     parser.add_argument("--router", default="box", help="(default: %(default)s)")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the text (default: %(default)s)")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from oval_core import Handle, OvalConfig, attach
 from oval_core.metrics import HEALTHY, MEANINGS, OvalCollector, health, readings
-from oval_core.page_use import MOST_PAGES, graph_density, head_use
-from oval_core.watch import LAST_TOKENS, Snapshot, Watch
+from oval_core.metrics.page_use import MOST_PAGES, graph_density, head_use
+from oval_core.metrics.watch import LAST_TOKENS, Snapshot, Watch
 from tests.core.tiny_models import generate, llama, prompt
 
 CONFIG = OvalConfig(page_size=8, budget_pages=5, seal_tokens=1, router="box", impl="reference", stats_every=2)
@@ -132,7 +132,7 @@ def test_a_pass_that_fails_does_not_leave_a_trace_open(handle: Handle) -> None:
 
 
 def test_the_last_tokens(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oval_core.watch.LAST_TOKENS", 50)
+    monkeypatch.setattr("oval_core.metrics.watch.LAST_TOKENS", 50)
     with Watch(handle) as watch:
         assert watch.last_tokens().shape == (0, 0)
         text = generate(handle.model, prompt(60, rows=2), max_new_tokens=20).sequences

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from oval_core import OvalConfig, attach, page_sizing
-from oval_core.page_sizing import (
+from oval_core import OvalConfig, attach
+from oval_core.page_sizing import self_sized
+from oval_core.page_sizing.head import SizingHead
+from oval_core.page_sizing.self_sized import (
     CHUNK_TOKENS,
     OVERLAP_TOKENS,
     SelfSizedPages,
@@ -25,9 +27,8 @@ from oval_core.page_sizing import (
     sinkhorn,
     spread,
 )
+from oval_core.page_sizing.token_scores import NAMES, token_scores
 from oval_core.page_table import TEXT, PageTable
-from oval_core.sizing_head import SizingHead
-from oval_core.token_scores import NAMES, token_scores
 from tests.core.scenes import DIM, HEADS, VALUE_DIM, Attention, assert_same_pages, filled, random_tokens, small_config
 from tests.core.tiny_models import generate, llama, prompt
 
@@ -84,7 +85,7 @@ def test_memory_for_plans_does_not_grow_with_the_text(monkeypatch: pytest.Monkey
         shapes.append(tuple(shares.shape))
         return shares
 
-    monkeypatch.setattr(page_sizing, "assign", watched)
+    monkeypatch.setattr(self_sized, "assign", watched)
     SelfSizedPages().lengths(few_keys(4 * CHUNK_TOKENS), 32)
     assert max(shapes) == (CHUNK_TOKENS, CHUNK_TOKENS // 16)
     assert len(shapes) == -(-(4 * CHUNK_TOKENS - OVERLAP_TOKENS) // STEP)
@@ -119,8 +120,8 @@ def test_a_page_ends_where_the_keys_change() -> None:
     keys = torch.zeros(2, 64, 4)
     keys[:, :20], keys[:, 20:] = 1.0, -1.0
     shares = assign(keys, torch.ones(64), 16)
-    assert 20 in page_sizing.page_ends(shares).tolist()
-    assert page_sizing.page_ends(assign(torch.ones(2, 64, 4), torch.ones(64), 16)).tolist() == [16, 32, 48]
+    assert 20 in self_sized.page_ends(shares).tolist()
+    assert self_sized.page_ends(assign(torch.ones(2, 64, 4), torch.ones(64), 16)).tolist() == [16, 32, 48]
 
 
 def test_sinkhorn_hands_out_all_weight_and_fills_pages_alike() -> None:

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from oval_core.page_sizing import page_error
-from oval_core.page_sizing_training import loss_of, main, measure, train
-from oval_core.sizing_head import SizingHead
+from oval_core.page_sizing.head import SizingHead
+from oval_core.page_sizing.self_sized import page_error
+from oval_core.page_sizing.training import loss_of, main, measure, train
 from tests.core.tiny_models import VOCAB, llama
 
 

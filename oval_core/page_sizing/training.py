@@ -1,6 +1,6 @@
 """Train the head that sizes pages, from the keys and values of a model over a text; minutes on one thread.
 
-    python -m oval_core.page_sizing_training --model DIR --text FILE --out sizing.safetensors
+    python -m oval_core.page_sizing.training --model DIR --text FILE --out sizing.safetensors
 
 The loss is what the means of the pages do not tell of the keys and values in them (share of their variance, pages as
 `oval_core.page_sizing` assigns tokens to them softly), at a fixed number of pages, hence of metadata bytes. What is
@@ -21,9 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from oval_core.page_sizing import CHUNK_TOKENS, SelfSizedPages, Weigh, assign, page_error, spread
-from oval_core.sizing_head import SizingHead
-from oval_core.token_scores import token_scores
+from oval_core.page_sizing.head import SizingHead
+from oval_core.page_sizing.self_sized import CHUNK_TOKENS, SelfSizedPages, Weigh, assign, page_error, spread
+from oval_core.page_sizing.token_scores import token_scores
 from oval_core.training_state import share_of_rate, write_whole
 
 RATE = 0.02
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m oval_core.page_sizing_training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m oval_core.page_sizing.training", description=__doc__)
     parser.add_argument("--model", required=True, help="path or hub id of a causal language model")
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text to read")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")

@@ -1,9 +1,4 @@
-"""Figures to monitor an attached model by, what is healthy, and their export to Prometheus.
-
-collector = OvalCollector(handle)               # pip install "oval-suite[metrics]"
-REGISTRY.register(collector)                    # prometheus_client's, then start_http_server(9090)
-health(readings(collector.watch.snapshot))      # what is out of range
-"""
+"""Readings of a watched model, the ranges they should lie in, and a collector that exports them to Prometheus."""
 
 from __future__ import annotations
 
@@ -11,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from oval_core.attach import Handle
-from oval_core.page_use import graph_density, head_use
-from oval_core.watch import Snapshot, Watch
+from oval_core.metrics.page_use import graph_density, head_use
+from oval_core.metrics.watch import Snapshot, Watch
 
 
 class Range(NamedTuple):

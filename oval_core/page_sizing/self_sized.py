@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oval_core.token_scores import NAMES, token_scores
+from oval_core.page_sizing.token_scores import NAMES, token_scores
 
 CHUNK_TOKENS, OVERLAP_TOKENS = 512, 64
 ITERATIONS = 5
@@ -63,7 +63,7 @@ class SelfSizedPages:
 
     Args:
         weigh: gives weights `[n]` >= 0 to scores `[n, 4]` (`token_scores`): `spread`, `entropy`, or a trained
-            `oval_core.sizing_head.SizingHead`.
+            `oval_core.page_sizing.head.SizingHead`.
         mean_tokens: tokens a page has on average, before pages beyond `page_size` are split; 1 or more.
 
     Raises:

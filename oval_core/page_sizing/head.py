@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from oval_core.page_sizing.token_scores import NAMES
 from oval_core.tensor_file import read_tensors, require_tensors
-from oval_core.token_scores import NAMES
 
 FORMAT = "oval sizing head 1"
 WIDTH = 8

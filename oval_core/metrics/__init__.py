@@ -1,0 +1,11 @@
+"""Figures to monitor an attached model by, what is healthy, and their export to Prometheus.
+
+collector = OvalCollector(handle)               # pip install "oval-suite[metrics]"
+REGISTRY.register(collector)                    # prometheus_client's, then start_http_server(9090)
+health(readings(collector.watch.snapshot))      # what is out of range
+"""
+
+from oval_core.metrics.figures import HEALTHY, MEANINGS, OvalCollector, health, readings
+from oval_core.metrics.watch import Snapshot, Watch
+
+__all__ = ["HEALTHY", "MEANINGS", "OvalCollector", "Snapshot", "Watch", "health", "readings"]
