@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds takes 1 or more, got {options.rounds}")
     rows = []
     for dtype in options.dtypes:
         model, _ = load_model(options.model, DTYPES[dtype])

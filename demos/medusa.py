@@ -37,7 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the demo; see `--help`."""
     options = _parse(arguments)
     model, tokenizer = load_model(options.model)
-    heads = load_heads(model, options.heads)
+    try:
+        heads = load_heads(model, options.heads)
+    except (OSError, ValueError) as error:
+        sys.exit(f"medusa: {error}")
     if heads is None:
         sys.exit(f"the shipped heads are for SmolLM2-135M-Instruct, not {options.model}: give --heads")
     prompt = _chat(tokenizer, options.prompt or f"{load_text('novel')[PASSAGE]}\n\n{QUESTION}")

@@ -78,6 +78,7 @@ class Handle:
         self._before: list[str] = []
         self._bound: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._feeds = False  # hidden states to the routers
 
     def stats(self) -> dict[str, Any]:
         """What was read since the cache was last empty; the keys are explained in the README."""
@@ -97,7 +98,7 @@ class Handle:
             self._set_attention(self._before[0])
         for config, implementation in zip(self._configs, self._before, strict=False):
             config._attn_implementation = implementation
-        self._hooks, self._bound, self._before = [], [], []
+        self._hooks, self._bound, self._before, self._feeds = [], [], [], False
 
     def trace(self) -> AbstractContextManager[list[TraceEntry]]:
         """Collect every selection made inside the `with` block, one `TraceEntry` a layer and step."""
@@ -124,7 +125,14 @@ class Handle:
             binding.kernels.warm_up(self.model.dtype)
         self._hooks.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         if self._router.needs_hidden_states:
-            self._hooks += [_feed_hidden_states(module, binding) for module in self._bound if _is_attention(module)]
+            self._feed_hidden_states()
+
+    def _feed_hidden_states(self) -> None:
+        """Let routers know what goes into the attention modules, from the next one on."""
+        if not self._feeds:
+            self._feeds = True
+            attention = [module for module in self._bound if _is_attention(module)]
+            self._hooks += [_feed_hidden_states(module, getattr(module, BINDING)) for module in attention]
 
     def _set_attention(self, name: str) -> None:
         """Set the decoder's attention implementation; a vision tower keeps its own."""
@@ -183,6 +191,8 @@ class Handle:
             )
         if any(type(layer) is DynamicLayer for layer in cache.layers):
             page_layers(cache, self.config, self._router)
+        if any(isinstance(layer, OvalLayer) and layer.needs_hidden_states for layer in cache.layers):
+            self._feed_hidden_states()  # the cache may come from a model that was attached with another router
 
 
 def _check_model(model: PreTrainedModel, config: OvalConfig) -> None:

@@ -106,7 +106,7 @@ class OvalConfig:
         from oval_core.page_policy import check_page_policy
         from oval_core.routers import check_router
 
-        check_page_policy(self.page_policy)
+        check_page_policy(self.page_policy, self.page_size)
         check_router(self.router)
         check_implementation(self.impl)
 

@@ -75,6 +75,11 @@ class OvalLayer(CacheLayerMixin):
         self._router = router
 
     @property
+    def needs_hidden_states(self) -> bool:
+        """Whether the router, if there is one by now, wants to see what goes into the attention module."""
+        return self._router is not None and self._router.needs_hidden_states
+
+    @property
     def store(self) -> PageStore:
         """The token storage. Raises RuntimeError before the first `update`."""
         if self._store is None:

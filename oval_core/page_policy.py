@@ -12,7 +12,10 @@ from oval_core.page_table import PageTable
 
 @runtime_checkable
 class PagePolicy(Protocol):
-    """Cuts a stretch of prefilled tokens into pages. One object serves all layers; layers and rows are cut apart."""
+    """Cuts a stretch of prefilled tokens into pages. One object serves all layers; layers and rows are cut apart.
+
+    It may have a method `check(page_size)`, too, that raises ValueError if it cannot do with pages of that size.
+    """
 
     def lengths(self, keys: Tensor, page_size: int) -> Sequence[int]:
         """Tokens of each page, one page after the other.
@@ -26,13 +29,16 @@ class PagePolicy(Protocol):
         ...
 
 
-def check_page_policy(policy: Any) -> None:
-    """Raise TypeError unless `policy` is a `PagePolicy` or None."""
+def check_page_policy(policy: Any, page_size: int) -> None:
+    """Raise TypeError unless `policy` is a `PagePolicy` or None, and what its `check` raises, if it has one."""
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, PagePolicy)):
         raise TypeError(
             f"page_policy must be None or have a method lengths(keys, page_size), got {policy!r} "
             f"({type(policy).__name__})"
         )
+    check = getattr(policy, "check", None)
+    if check is not None:
+        check(page_size)
 
 
 def page_ends(policy: PagePolicy, table: PageTable, keys: Tensor, limit: int) -> list[int]:

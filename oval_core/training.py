@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oval_core.router_training.passages import PassageSettings
 from oval_core.router_training.quantised import INT8_DYNAMIC, KINDS
 from oval_core.router_training.run import LearningSettings
 from oval_core.router_training.tasks import ROUTERS, load_router, train_repair, train_router
+from oval_core.text_files import read_texts
 from oval_core.training_state import make_accelerator
 
 HELP = {
@@ -57,40 +59,39 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        passages, learning = _settings(PassageSettings, options), _settings(LearningSettings, options)
-        texts = {path.name: _read(path) for path in options.text}
-        router = None if options.repair is None else load_router(options.repair)
+        result = _train(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(make_accelerator().device)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tokens = {
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on where this one stopped")
+    print(json.dumps(result))
+
+
+def _train(options: argparse.Namespace) -> dict[str, Any]:
+    """What is printed last."""
+    passages, learning = _settings(PassageSettings, options), _settings(LearningSettings, options)
+    texts = read_texts(options.text)
+    router = None if options.repair is None else load_router(options.repair)
+    model, tokens = _load(options.model, texts)
+    if router is None:
+        found = train_router(options.out, model, tokens, options.router, passages, learning, options.lessons)
+    else:
+        found = train_repair(options.out, model, tokens, router, options.quantise, passages, learning)
+    return {"budget_pages": learning.budget_pages, "hit_rates": found}
+
+
+def _load(name: str, texts: dict[str, str]) -> tuple[Any, dict[str, Tensor]]:
+    """The model, and the tokens `[t]` of each text."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(make_accelerator().device)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return model, {
         name: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         for name, text in texts.items()
     }
-    try:
-        if router is None:
-            found = train_router(options.out, model, tokens, options.router, passages, learning, options.lessons)
-        else:
-            found = train_repair(options.out, model, tokens, router, options.quantise, passages, learning)
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on where this one stopped")
-    print(json.dumps({"budget_pages": learning.budget_pages, "hit_rates": found}))
 
 
 def _settings(kind: Any, options: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
-
-
-def _read(path: Path) -> str:
-    """A text file. Raises OSError if it cannot be read, and ValueError if it is no text or empty."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
-    if not text.strip():
-        raise ValueError(f"{path}: expected a text, got an empty file")
-    return text
 
 
 def _parser() -> argparse.ArgumentParser:

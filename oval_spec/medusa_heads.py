@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
+from oval_core.checks import check_count, check_share
 from oval_core.tensor_file import read_tensors, require_tensors
 from oval_spec.cached_model import head_of
-from oval_spec.drafters.base import check_count, check_share
 
 FILE, FORMAT = "medusa_heads.safetensors", "oval medusa heads 1"
 SIZES = ("hidden_size", "num_heads", "num_blocks", "vocab_size")

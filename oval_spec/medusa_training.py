@@ -30,6 +30,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from oval_core.checks import check_count, check_positive
+from oval_core.text_files import read_texts
 from oval_core.training_state import (
     Content,
     StateFile,
@@ -40,7 +42,6 @@ from oval_core.training_state import (
     write_whole,
 )
 from oval_spec.cached_model import head_of
-from oval_spec.drafters.base import check_count
 from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons, words_of
 from oval_spec.medusa_heads import MedusaHeads, name_of
 from oval_spec.medusa_learning import Measured, drawn, learn, measure
@@ -76,8 +77,7 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         for name in ("heads", "blocks", "steps", "batch"):
             check_count(name, getattr(self, name))
-        if self.rate <= 0:
-            raise ValueError(f"rate must be > 0, got {self.rate}")
+        check_positive("rate", self.rate)
 
 
 def train_medusa(
@@ -214,10 +214,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        data, training = _settings(DataSettings, options), _settings(TrainingSettings, options)
-        texts = _read_all(options.text)
+        _train(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on where this one stopped")
+
+
+def _train(options: argparse.Namespace) -> None:
+    data, training = _settings(DataSettings, options), _settings(TrainingSettings, options)
+    texts = read_texts(options.text)
     device = make_accelerator().device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
@@ -226,10 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
         name: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         for name, text in texts.items()
     }
-    try:
-        train_medusa(options.out, model, tokens, data, training, _frames(tokenizer, options.instruction))
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on where this one stopped")
+    train_medusa(options.out, model, tokens, data, training, _frames(tokenizer, options.instruction))
 
 
 def _frames(tokenizer: Any, instructions: Sequence[str]) -> list[Frame]:
@@ -247,25 +250,6 @@ def _frames(tokenizer: Any, instructions: Sequence[str]) -> list[Frame]:
 
 def _settings(kind: Any, options: argparse.Namespace) -> Any:
     return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
-
-
-def _read_all(paths: Sequence[Path]) -> dict[str, str]:
-    """Text files by name, so that the record of a training names no folders. Raises as `_read` does."""
-    texts = {path.name: _read(path) for path in paths}
-    if len(texts) < len(paths):
-        raise ValueError(f"expected text files of different names, got {', '.join(map(str, paths))}")
-    return texts
-
-
-def _read(path: Path) -> str:
-    """A text file. Raises OSError if it cannot be read, and ValueError if it is no text or empty."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, got {error}") from None
-    if not text.strip():
-        raise ValueError(f"{path}: expected a text, got an empty file")
-    return text
 
 
 def _parser() -> argparse.ArgumentParser:

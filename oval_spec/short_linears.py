@@ -22,16 +22,18 @@ MOST_ROWS = 8
 def quick_short_linears(model: nn.Module) -> Iterator[None]:
     """Inside the `with` block plain float32 `nn.Linear` layers on a CPU multiply up to `MOST_ROWS` rows the quick way.
 
-    Layers whose `forward` somebody else has replaced stay as they are.
+    Layers whose `forward` somebody else has replaced, before or meanwhile, stay as they are.
     """
-    ours = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
-    for module in ours:
-        module.__dict__["forward"] = partial(_forward, module)
+    plain = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
+    ours = [(module, partial(_forward, module)) for module in plain]
+    for module, forward in ours:
+        module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for module in ours:
-            del module.__dict__["forward"]
+        for module, forward in ours:
+            if module.__dict__.get("forward") is forward:
+                module.__dict__.pop("forward", None)
 
 
 def _is_plain(module: nn.Linear) -> bool:

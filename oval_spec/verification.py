@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from oval_core.checks import check_count
 from oval_core.routers import make_router
 from oval_spec.cached_model import CachedModel, dense
-from oval_spec.drafters.base import Drafter, check_count
+from oval_spec.drafters.base import Drafter
 from oval_spec.page_sets import AgreementRouter, Ask
 
 MODES = ("exact", "pages")

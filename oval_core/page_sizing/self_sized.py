@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from oval_core.checks import check_count
 from oval_core.page_sizing.token_scores import NAMES, token_scores
 
 CHUNK_TOKENS, OVERLAP_TOKENS = 512, 64
@@ -67,20 +68,25 @@ class SelfSizedPages:
         mean_tokens: tokens a page has on average, before pages beyond `page_size` are split; 1 or more.
 
     Raises:
-        ValueError: `mean_tokens` is below 1, or above the page size when pages are cut.
+        TypeError, ValueError: an argument is none of those.
     """
 
     weigh: Weigh = spread
     mean_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.mean_tokens < 1:
-            raise ValueError(f"mean_tokens must be >= 1, got {self.mean_tokens}")
+        check_count("mean_tokens", self.mean_tokens)
+        if not callable(self.weigh):
+            raise TypeError(f"weigh must be a function of scores, got {self.weigh!r} ({type(self.weigh).__name__})")
+
+    def check(self, page_size: int) -> None:
+        """See `PagePolicy`."""
+        if self.mean_tokens > page_size:
+            raise ValueError(f"mean_tokens must be at most page_size = {page_size}, got {self.mean_tokens}")
 
     def lengths(self, keys: Tensor, page_size: int) -> list[int]:
         """See `PagePolicy.lengths`; `keys [H, n, D]`."""
-        if self.mean_tokens > page_size:
-            raise ValueError(f"mean_tokens must be at most page_size = {page_size}, got {self.mean_tokens}")
+        self.check(page_size)
         ends: list[int] = []
         for chunk in chunks(keys.shape[1]):
             part = keys[:, chunk.start : chunk.stop].float()

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from oval_core.page_sizing.head import SizingHead
 from oval_core.page_sizing.self_sized import CHUNK_TOKENS, SelfSizedPages, Weigh, assign, page_error, spread
 from oval_core.page_sizing.token_scores import token_scores
+from oval_core.text_files import read_texts
 from oval_core.training_state import share_of_rate, write_whole
 
 RATE = 0.02
@@ -84,10 +85,10 @@ def train(layers: Sequence[Layer], steps: int, batch: int, mean_tokens: int, see
 
 def main(arguments: list[str] | None = None) -> None:
     """Train and save; see `--help`."""
-    options = _parse(arguments)
+    options, text = _parse(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
-    tokens = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
+    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(tokens) < options.stretches * CHUNK_TOKENS:
         raise SystemExit(f"{options.stretches} stretches of {CHUNK_TOKENS} tokens do not fit into {len(tokens)} tokens")
     apart = len(tokens) // options.stretches
@@ -102,7 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps({name: measure(held_out, weigh, *sizes) for name, weigh in ways.items()}))
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, str]:
+    """The options, and the text that they name."""
     parser = argparse.ArgumentParser(prog="python -m oval_core.page_sizing.training", description=__doc__)
     parser.add_argument("--model", required=True, help="path or hub id of a causal language model")
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text to read")
@@ -119,7 +121,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} takes {least} or more, got {getattr(options, name)}")
     if options.mean_tokens > options.page_size:
         parser.error(f"--mean-tokens must be at most --page-size {options.page_size}, got {options.mean_tokens}")
-    return options
+    try:
+        return options, read_texts([options.text])[options.text.name]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _flat(states: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from oval_core.checks import check_positive
 from oval_core.config import OvalConfig
 from oval_core.router_training.learning import routing_loss
 from oval_core.router_training.lessons import Lesson
@@ -48,8 +49,7 @@ class LearningSettings:
         for name in ("steps", "batch", "dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.rate <= 0:
-            raise ValueError(f"rate must be > 0, got {self.rate}")
+        check_positive("rate", self.rate)
         if self.focus < 0:
             raise ValueError(f"focus must be >= 0, got {self.focus}")
         OvalConfig(budget_pages=self.budget_pages)

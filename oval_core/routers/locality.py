@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from oval_core.checks import check_count, check_positive
 from oval_core.memory import lasting
 from oval_core.page_table import PageTable
 from oval_core.routers.base import Pages, Router, Selection
@@ -75,10 +76,8 @@ class LocalityRouter(WrappingRouter):
         super().__init__(BasisRouter() if inner is None else inner)
         counts = {"window_tokens": window_tokens, "refresh_tokens": refresh_tokens, "edges_per_page": edges_per_page}
         for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {count!r}")
-        if reach_pages <= 0:
-            raise ValueError(f"reach_pages must be a number > 0, got {reach_pages!r}")
+            check_count(name, count)
+        check_positive("reach_pages", reach_pages)
         self.decay_weight, self.reach_pages = decay_weight, reach_pages
         self.convolution = GraphConvolution(graph_weight)
         self.window_tokens, self.refresh_tokens = window_tokens, refresh_tokens

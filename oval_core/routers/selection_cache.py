@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from oval_core.checks import check_count
 from oval_core.kernels.api import Partial
 from oval_core.memory import lasting
 from oval_core.page_table import PageTable
@@ -55,8 +56,7 @@ class SelectionCacheRouter(WrappingRouter):
 
     def __init__(self, inner: Router | None = None, steps: int = 4, min_cosine: float = 0.9) -> None:
         super().__init__(BasisRouter() if inner is None else inner)
-        if steps < 1:
-            raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
+        check_count("steps", steps)
         if not -1 <= min_cosine <= 1:
             raise ValueError(f"min_cosine must be a number in [-1, 1], got {min_cosine!r}")
         self.steps, self.min_cosine = steps, min_cosine

@@ -92,21 +92,3 @@ def check_vocabulary(drafting: PreTrainedModel, target: PreTrainedModel) -> None
             f"a draft model needs the target's tokenizer: {type(drafting).__name__} has a vocabulary of {sizes[0]}, "
             f"{type(target).__name__} of {sizes[1]}"
         )
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """`value`, if it is an integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer >= {least}, got {value!r} ({type(value).__name__})")
-    if value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value}")
-    return value
-
-
-def check_share(name: str, value: Any) -> float:
-    """`value`, if it is a number in [0, 1]."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number in [0, 1], got {value!r} ({type(value).__name__})")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number in [0, 1], got {value}")
-    return float(value)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oval_core.checks import check_count
 from oval_spec.cached_model import CachedModel, head_of
-from oval_spec.drafters.base import Drafter, Seen, check_count
+from oval_spec.drafters.base import Drafter, Seen
 from oval_spec.medusa_heads import MedusaHeads
 from oval_spec.page_sets import Ask
 from oval_spec.predicted_queries import PredictedQueries

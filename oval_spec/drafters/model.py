@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from oval_core import OvalConfig, attach
 from oval_core.attach import binding_of
+from oval_core.checks import check_count, check_share
 from oval_core.stats import TraceEntry
 from oval_spec.cached_model import DENSE, CachedModel
-from oval_spec.drafters.base import Drafter, Seen, check_count, check_share, check_vocabulary
+from oval_spec.drafters.base import Drafter, Seen, check_vocabulary
 from oval_spec.drafters.step_by_step import draft_chains, read_chains
 from oval_spec.page_sets import Ask
 from oval_spec.selections import tokens_read, traced

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oval_spec.drafters.base import Drafter, Seen, check_count
+from oval_core.checks import check_count
+from oval_spec.drafters.base import Drafter, Seen
 from oval_spec.page_sets import Ask
 from oval_spec.tree import Tree
 

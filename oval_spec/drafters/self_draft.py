@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from oval_core import OvalConfig
+from oval_core.checks import check_count, check_share
 from oval_core.stats import TraceEntry
 from oval_spec.cached_model import CachedModel
-from oval_spec.drafters.base import Drafter, Seen, check_count, check_share
+from oval_spec.drafters.base import Drafter, Seen
 from oval_spec.drafters.step_by_step import draft_chains, read_chains
 from oval_spec.page_sets import Ask
 from oval_spec.selections import tokens_read, traced

@@ -362,3 +362,18 @@ def test_a_repair_changes_what_the_router_sees(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the repair must be for the router's model .* got"):
         RepairedRouter(inner, InputRepair(dataclasses.replace(SIZES, layers=2)))
     assert load_learned(tmp_path / "repair.safetensors", InputRepair).options == {"width": 16}
+
+
+def test_a_cache_goes_on_under_another_handle() -> None:
+    """The cache keeps its router, which wants hidden states that the new handle's router does not."""
+    model, ids = llama(), prompt(60)
+    few: dict[str, Any] = {"page_size": 8, "budget_pages": 4, "seal_tokens": 8, "impl": "reference"}
+    router = OutputHeadRouter(OutputHead(ModelSizes.of(model)))
+    found = []
+    for going_on in ({"router": router}, {"router": "box"}):
+        with attach(model, OvalConfig(**few, router=router)):
+            cache = model(ids, use_cache=True).cache
+        with attach(model, OvalConfig(**few, **going_on)):
+            found.append(model(prompt(1), cache=cache).logits)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(*found)

@@ -212,7 +212,7 @@ def test_it_is_made_by_name(name: str) -> None:
         ({"window_tokens": 0}, ValueError, "window_tokens must be an integer >= 1, got 0"),
         ({"refresh_tokens": -1}, ValueError, "refresh_tokens must be an integer >= 1, got -1"),
         ({"edges_per_page": 0}, ValueError, "edges_per_page must be an integer >= 1, got 0"),
-        ({"reach_pages": 0}, ValueError, "reach_pages must be a number > 0, got 0"),
+        ({"reach_pages": 0}, ValueError, "reach_pages must be a finite number > 0, got 0"),
     ],
 )
 def test_what_is_refused_is_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -240,8 +240,10 @@ def test_what_is_no_policy_is_refused(policy: Any) -> None:
 
 
 def test_mean_tokens_must_fit() -> None:
-    with pytest.raises(ValueError, match="mean_tokens must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="mean_tokens must be an integer >= 1, got 0"):
         SelfSizedPages(mean_tokens=0)
+    with pytest.raises(ValueError, match="at most page_size = 8, got 16"):
+        OvalConfig(page_size=8, page_policy=SelfSizedPages())
     with pytest.raises(ValueError, match="at most page_size = 8, got 16"):
         SelfSizedPages().lengths(few_keys(20), 8)
 

@@ -277,7 +277,7 @@ def test_a_repair_is_trained_and_measured(tmp_path: Path) -> None:
         (lambda: PassageSettings(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
         (lambda: PassageSettings(page_size=9), "page_size must be one of"),
         (lambda: LearningSettings(steps=0), "steps must be at least 1, got 0"),
-        (lambda: LearningSettings(rate=0.0), "rate must be > 0, got 0.0"),
+        (lambda: LearningSettings(rate=0.0), "rate must be a finite number > 0, got 0.0"),
         (lambda: LearningSettings(focus=-1.0), "focus must be >= 0, got -1.0"),
         (lambda: LearningSettings(budget_pages=1), "budget_pages must be an integer >= 3"),
         (lambda: cut_passages({}, PASSAGES), "at least one text, got none"),

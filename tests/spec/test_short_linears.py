@@ -63,3 +63,15 @@ def test_layers_of_other_kinds_stay_and_all_are_restored() -> None:
     with pytest.raises(KeyError):
         fail()
     assert replaced() == ["hooked"]
+
+
+def test_two_at_once_leave_nothing_behind() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    first, second = quick_short_linears(model), quick_short_linears(model)
+    for step in (first.__enter__, second.__enter__):
+        step()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    with quick_short_linears(model):
+        del model[0].__dict__["forward"]  # somebody was quicker
+    assert not any("forward" in layer.__dict__ for layer in model)
