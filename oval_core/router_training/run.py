@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,18 +71,22 @@ class Run:
         settings: how.
         seed: of what is drawn.
         state: where to keep what was reached.
+
+    Attributes:
+        seconds: that the steps took, those before an interruption included.
     """
 
     def __init__(
         self, head: LearnedHead, repair: InputRepair | None, settings: LearningSettings, seed: int, state: StateFile
     ) -> None:
         self.head, self.repair, self.settings, self.seed, self.state, self.step = head, repair, settings, seed, state, 0
+        self.seconds = 0.0
         self.trained: LearnedModule = head if repair is None else repair
         self.accelerator = make_accelerator()
         self.optimizer = torch.optim.AdamW(self.trained.parameters(), lr=settings.rate, weight_decay=WEIGHT_DECAY)
         saved = state.load()
         if saved:
-            self.step = saved["step"]
+            self.step, self.seconds = saved["step"], saved["seconds"]
             self.trained.load_state_dict(saved["trained"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
@@ -91,7 +96,9 @@ class Run:
         bar = tqdm(total=self.settings.steps, initial=self.step, desc=self.trained.kind, unit="step")
         with bar, interrupts_wait() as interrupted:
             while self.step < self.settings.steps:
+                begin = time.perf_counter()
                 losses.append(self._advance(lessons))
+                self.seconds += time.perf_counter() - begin
                 bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
                 bar.update()
                 self.state.after_step(self._content, interrupted())
@@ -115,4 +122,5 @@ class Run:
         return float(loss.detach())
 
     def _content(self) -> Content:
-        return {"step": self.step, "trained": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}
+        reached = {"step": self.step, "seconds": self.seconds}
+        return {**reached, "trained": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -151,7 +151,7 @@ def _finished(out: Path, about: Content) -> dict[str, float] | None:
 def _finish(out: Path, run: Run, file: str, measured: dict[str, float]) -> dict[str, float]:
     """Leave what was trained and a record beside each other, and no state."""
     save_learned(out / file, run.trained)
-    content = {"about": run.state.about, "hit_rates": measured}
+    content = {"about": run.state.about, "train_s": run.seconds, "hit_rates": measured}
     write_whole(out / RECORD_FILE, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
     run.state.remove()
     return measured
