@@ -41,6 +41,8 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.quality
 	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --positions 32 --name quality_equal
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
+	$(RUN) -m benchmarks.routers --learned learned # trained before by oval_core.training, or left out
+	$(RUN) -m benchmarks.claims
 	$(RUN) -m benchmarks.generation
 	$(RUN) -m benchmarks.image_qa --split test --packs 60 --datasets one four easy-vqa
 	$(RUN) -m benchmarks.image_qa --split test --packs 30 --datasets one four --readers dense basis box --block 0 --name image_qa_runs
@@ -49,6 +51,7 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --prompts 2 --new-tokens 48 --look-every 16 --name speculative_long
 	$(RUN) -m benchmarks.short_linears
 	$(RUN) -m benchmarks.readme
+	$(RUN) -m benchmarks.claims_page
 
 bench-gpu: $(STAMP) ## check the kernels on a GPU and measure their speed, in ten minutes
 	$(RUN) -m benchmarks.gpu --minutes 10

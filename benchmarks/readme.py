@@ -13,6 +13,7 @@ from benchmarks.image_tables import image_qa_table, image_speed_table
 from benchmarks.markdown import Result, source, table
 from benchmarks.quality_tables import quality_ablation_table, quality_equal_table, quality_table
 from benchmarks.rivals.tables import rivals_table
+from benchmarks.router_tables import routers_table
 from benchmarks.speculative_tables import page_sets_table, speculative_table
 
 MEASUREMENTS = Path("docs/measurements")
@@ -114,6 +115,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "quality": (("quality",), quality_table),
     "quality_equal": (("quality_equal",), quality_equal_table),
     "quality_ablation": (("quality_ablation",), quality_ablation_table),
+    "routers": (("routers",), routers_table),
     "rivals": (("rivals_kvpress", "rivals_oval", "quality_equal"), rivals_table),
     "generation": (("generation",), generation_table),
     "decode": (("decode",), decode_table),

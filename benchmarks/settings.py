@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,11 @@ class Setting:
     shortlist_ratio: float = 0.35
     estimate_tail: str = "shortlist"
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, on average."""
+        return self.page_size
+
     def config(self) -> OvalConfig:
         """The setting as a config."""
         chosen = {**asdict(self), "router": make_variant(self.router)}
@@ -39,13 +44,16 @@ class Setting:
 
     def metadata_bytes(self, context: int, head_dim: int) -> int:
         """Bytes of metadata that one KV head reads at one step."""
-        config, pages = self.config(), context // self.page_size
+        config, pages = self.config(), context // self.page_tokens
         router = make_router(config)
         dims, device = (head_dim, head_dim), torch.device("cpu")
         rank = self.rank if router.needs_bases else 0
         basis = PageBasis.empty(1, 1, self.page_size, rank, dims, device)
         features = router.page_features(torch.zeros(1, 1, 0, self.page_size, head_dim, dtype=torch.bfloat16), None)
         return router.metadata_bytes(pages, config.shortlist_for(pages), basis, features)
+
+
+SomeSetting = TypeVar("SomeSetting", bound=Setting)
 
 
 def frontier() -> list[Setting]:
@@ -103,13 +111,13 @@ def quick() -> list[Setting]:
     return [Setting(router, 16, 12) for router in ("basis", "box", "random")]
 
 
-def paid_for(setting: Setting, share: float, context: int, head_dim: int) -> Setting:
+def paid_for(setting: SomeSetting, share: float, context: int, head_dim: int) -> SomeSetting:
     """`setting` with the largest budget whose bytes are at most `share` of the dense ones."""
     token_bytes = 2 * head_dim * BYTES_PER_ELEMENT
     budget = setting.budget_pages
     while True:
         more = replace(setting, budget_pages=budget + 1)
-        needed = (budget + 1) * setting.page_size * token_bytes + more.metadata_bytes(context, head_dim)
+        needed = (budget + 1) * setting.page_tokens * token_bytes + more.metadata_bytes(context, head_dim)
         if needed > share * context * token_bytes:
             return replace(setting, budget_pages=budget)
         budget += 1

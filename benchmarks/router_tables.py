@@ -1,0 +1,39 @@
+"""The README's table of optional parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import Result, source, table
+
+HEAD = (
+    "router", "tokens a page", "pages read", "bytes / dense", "hit rate", "KL to dense", "layer [ms]", "training [s]",
+)  # fmt: skip
+
+
+def routers_table(result: Result) -> str:
+    """One line a part."""
+    lines = [
+        (
+            row["router"],
+            row["pages"],
+            _cell(row["budget_pages"], "d"),
+            _cell(row["bytes_ratio"], ".1%"),
+            _cell(row["hit_rate"], ".1%"),
+            _cell(row["kl"], ".4f"),
+            _cell(row["step_ms"], ".2f") + ("*" if row["compiled"] else ""),
+            _cell(row["train_s"], ".0f"),
+        )
+        for row in result["rows"]
+    ]
+    words = (
+        f"{result['context']:,} tokens, last {result['positions']} positions, at most {result['share']:.0%} of the "
+        f"dense bytes, texts: {', '.join(result['texts'])}. Hit rate: share of the attention mass on pages that are "
+        "read; what `basis` estimates is not in it. Layer: selecting and reading at one step; *: in compiled code, the "
+        "others in PyTorch. Training: its steps alone."
+    )
+    return f"{table(HEAD, lines)}\n\n{source(result)} {words}"
+
+
+def _cell(value: Any, form: str) -> str:
+    return "–" if value is None else format(value, form)
