@@ -15,6 +15,7 @@ from benchmarks.markdown import Result
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be measured here"
 NEARLY = 0.9  # what "nearly the same pages" has to mean at least
 CLOSE = 0.05  # two shares are the same
+ROUTER_MS = 0.3
 
 Judged = tuple[str, str]
 
@@ -61,7 +62,7 @@ def near(found: Result) -> Judged:
 def often(found: Result) -> Judged:
     """Few pages are read often."""
     words = f"{found['pages_often']:.1%} hold a needed pair at half of the steps, {found['pages_ever']:.1%} at one"
-    return words, verdict(found["pages_often"] <= 0.38 + CLOSE)
+    return words, verdict(found["pages_often"] <= 0.38)
 
 
 def humps(found: Result) -> Judged:
@@ -113,9 +114,13 @@ def cheap(breakdown: Result, found: Result) -> Judged:
     for router in ("box", "basis"):
         rows = [row for row in breakdown["rows"] if row["router"] == router and row["context"] == 8128]
         steps[router] = sum(row["ms"] for row in rows if row["part"] in ("tier 1", "tier 2", "selection"))
-    layers = found["layers"]
-    words = "; ".join(f"`{router}` {ms / layers:.2f} ms a layer, {ms:.1f} ms a step" for router, ms in steps.items())
-    return f"8,128 tokens, {layers} layers: {words}", verdict(max(steps.values()) < 0.3)
+    layers = {router: ms / found["layers"] for router, ms in steps.items()}
+    words = "; ".join(f"`{router}` {layers[router]:.2f} ms a layer, {ms:.1f} ms a step" for router, ms in steps.items())
+    cheap_layers = [f"`{router}`" for router, ms in layers.items() if ms < ROUTER_MS]
+    found_verdict = verdict(max(steps.values()) < ROUTER_MS)
+    if found_verdict == FAILS and cheap_layers:
+        found_verdict = f"does not hold for a step; holds for a layer with {', '.join(cheap_layers)}"
+    return f"8,128 tokens, {found['layers']} layers: {words}", found_verdict
 
 
 def short_prompts(found: Result) -> Judged:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks import claim_judges as judges
 from benchmarks import claims, claims_page
 from benchmarks.claims import in_pages, needed_pairs, page_use, top_pages
 from demos.smollm2 import load_model
+from demos.texts import load_text
+from oval_core.routers import Pages
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
 MASS = torch.tensor([[0.5, 0.05, 0.05, 0.3, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
@@ -45,13 +48,18 @@ def test_use_counts_the_positions_at_which_a_page_was_wanted() -> None:
 
 def test_the_onlooker_sees_what_the_model_attends_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' own attention weights, and the onlooker's."""
-    path, seen = save_tiny_checkpoint(tmp_path / "model"), list[torch.Tensor]()
+    path, seen = save_tiny_checkpoint(tmp_path / "model"), list[Tensor]()
     real = claims.token_mass
-    monkeypatch.setattr(claims, "token_mass", lambda *given: seen.append(real(*given)) or seen[-1])
+
+    def kept(query: Tensor, pages: Pages) -> Tensor:
+        seen.append(real(query, pages))
+        return seen[-1]
+
+    monkeypatch.setattr(claims, "token_mass", kept)
     claims.main(["--model", str(path), "--context", "200", "--positions", "3", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "claims.json").read_text())
     _, tokenizer = load_model(str(path))
-    tokens = tokenizer(claims.load_text("novel")[:400], return_tensors="pt", add_special_tokens=False).input_ids
+    tokens = tokenizer(load_text("novel")[:400], return_tensors="pt", add_special_tokens=False).input_ids
     eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         weights = eager(tokens[:, :200], output_attentions=True).attentions
@@ -102,6 +110,22 @@ def test_routers_are_judged_by_their_rows() -> None:
     rows += [{"router": f"r, q, {place} repair", "hit_rate": rate, "kl": None}
              for place, rate in (("before", 0.45), ("after", 0.9))]  # fmt: skip
     assert judges.repaired(found) == ("r, q, before repair: 45.0%; r, q, after repair: 90.0%", judges.HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("ms", "verdict"),
+    [
+        (0.05, judges.HOLDS),
+        (3.0, "does not hold for a step; holds for a layer with `box`"),
+        (9.0, judges.FAILS),
+    ],
+)
+def test_the_time_of_a_router_is_that_of_a_step(ms: float, verdict: str) -> None:
+    parts = [("box", "tier 1", 0.5), ("box", "selection", 0.5), ("box", "exact", 99), ("basis", "tier 2", 3)]
+    rows = [{"router": router, "context": 8128, "part": part, "ms": ms * of} for router, part, of in parts]
+    words, found = judges.cheap({"rows": [*rows, rows[0] | {"context": 32768}]}, FOUND | {"layers": 29})
+    assert found == verdict
+    assert f"`box` {ms / 29:.2f} ms a layer, {ms:.1f} ms a step" in words
 
 
 def test_page_sets_are_compared_with_exact_verification() -> None:
