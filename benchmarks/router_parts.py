@@ -17,7 +17,7 @@ from oval_core.router_training.tasks import RECORD_FILE, ROUTER_FILE, ROUTERS, l
 from oval_core.routers import Router
 
 PAGE_SIZE, LEAST_BUDGET = 16, 3
-HIT_RATE_EVERY = 4  # steps
+HIT_RATE_EVERY = 5  # steps: not in time with the selection cache, which selects at every fourth at least
 DEFAULTS = ("basis", "box")
 LOCALITY = ("basis + decay 0.25", "basis + decay 0.5", "basis + graph 0.25", "basis + graph 0.5")
 SELECTION_CACHE = ("basis reused 0.9", "basis reused 0.8", "basis reused -1.0")

@@ -27,7 +27,7 @@ def routers_table(result: Result) -> str:
         for row in result["rows"]
     ]
     words = (
-        f"{result['context']:,} tokens, last {result['positions']} positions, at most {result['share']:.0%} of the "
+        f"{result['context']:,} tokens, last {result['positions']} positions, about {result['share']:.0%} of the "
         f"dense bytes, texts: {', '.join(result['texts'])}. Hit rate: share of the attention mass on pages that are "
         "read; what `basis` estimates is not in it. Layer: selecting and reading at one step; *: in compiled code, the "
         "others in PyTorch. Training: its steps alone."
