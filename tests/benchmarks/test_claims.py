@@ -132,10 +132,10 @@ def test_page_sets_are_compared_with_exact_verification() -> None:
     shared = {"dtype": "float32", "context": 8, "group": "copy", "drafter": "d"}
     rows = [
         shared | {"mode": "exact", "tokens_per_s": 10.0, "accepted_mean": 2.0},
-        shared | {"mode": "pages, union", "tokens_per_s": 15.0, "accepted_mean": 2.5},
+        shared | {"mode": "pages, agreed", "tokens_per_s": 15.0, "accepted_mean": 2.5},
     ]
     words, verdict = judges.page_sets({"rows": rows})
-    assert (words, verdict) == ("d, pages, union, copy: 2.00 -> 2.50 draft tokens, 1.50x", judges.HOLDS)
+    assert (words, verdict) == ("d, copy: 2.00 -> 2.50 draft tokens, 1.50x", judges.HOLDS)
 
 
 def test_the_page_names_commands_and_what_is_missing(tmp_path: Path) -> None:
