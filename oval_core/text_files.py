@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def read_texts(paths: Sequence[Path]) -> dict[str, str]:
@@ -17,6 +21,14 @@ def read_texts(paths: Sequence[Path]) -> dict[str, str]:
     if len(texts) < len(paths):
         raise ValueError(f"expected text files of different names, got {', '.join(map(str, paths))}")
     return texts
+
+
+def tokens_of(texts: Mapping[str, str], tokenizer: Any) -> dict[str, Tensor]:
+    """The token ids of each text, int64 `[t]`; special ones only where the text names them."""
+    return {
+        name: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        for name, text in texts.items()
+    }
 
 
 def _read(path: Path) -> str:

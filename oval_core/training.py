@@ -32,8 +32,8 @@ from oval_core.router_training.passages import PassageSettings
 from oval_core.router_training.quantised import INT8_DYNAMIC, KINDS
 from oval_core.router_training.run import LearningSettings
 from oval_core.router_training.tasks import ROUTERS, load_router, train_repair, train_router
-from oval_core.text_files import read_texts
-from oval_core.training_state import make_accelerator
+from oval_core.text_files import read_texts, tokens_of
+from oval_core.training_state import make_accelerator, settings_from
 
 HELP = {
     "passages": "to learn from",
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
     """What is printed last."""
-    passages, learning = _settings(PassageSettings, options), _settings(LearningSettings, options)
+    passages, learning = settings_from(PassageSettings, options), settings_from(LearningSettings, options)
     texts = read_texts(options.text)
     router = None if options.repair is None else load_router(options.repair)
     model, tokens = _load(options.model, texts)
@@ -83,15 +83,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 def _load(name: str, texts: dict[str, str]) -> tuple[Any, dict[str, Tensor]]:
     """The model, and the tokens `[t]` of each text."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(make_accelerator().device)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    return model, {
-        name: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        for name, text in texts.items()
-    }
-
-
-def _settings(kind: Any, options: argparse.Namespace) -> Any:
-    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
+    return model, tokens_of(texts, AutoTokenizer.from_pretrained(name))
 
 
 def _parser() -> argparse.ArgumentParser:

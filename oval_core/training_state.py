@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 import threading
@@ -87,6 +88,11 @@ class StateFile:
     def remove(self) -> None:
         """The training is finished."""
         self.path.unlink(missing_ok=True)
+
+
+def settings_from(kind: Any, options: Any) -> Any:
+    """The settings dataclass `kind`, each of its fields taken from the attribute of that name."""
+    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
 
 
 def require_same(expected: Content, found: Content, where: Path) -> None:

@@ -31,13 +31,14 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from oval_core.checks import check_count, check_positive
-from oval_core.text_files import read_texts
+from oval_core.text_files import read_texts, tokens_of
 from oval_core.training_state import (
     Content,
     StateFile,
     interrupts_wait,
     make_accelerator,
     require_same,
+    settings_from,
     share_of_rate,
     write_whole,
 )
@@ -222,16 +223,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    data, training = _settings(DataSettings, options), _settings(TrainingSettings, options)
+    data, training = settings_from(DataSettings, options), settings_from(TrainingSettings, options)
     texts = read_texts(options.text)
     device = make_accelerator().device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tokens = {
-        name: torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        for name, text in texts.items()
-    }
+    tokens = tokens_of(texts, tokenizer)
     train_medusa(options.out, model, tokens, data, training, _frames(tokenizer, options.instruction))
 
 
@@ -246,10 +244,6 @@ def _frames(tokenizer: Any, instructions: Sequence[str]) -> list[Frame]:
         sides = [tokenizer(side, add_special_tokens=False)["input_ids"] for side in chat.split(PASSAGE)]
         frames.append(Frame(*map(tuple, sides)))
     return frames
-
-
-def _settings(kind: Any, options: argparse.Namespace) -> Any:
-    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
 
 
 def _parser() -> argparse.ArgumentParser:
