@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+ROUTERS := results/routers
 RIVALS := .venv-rivals
 RIVALS_STAMP := $(RIVALS)/.installed
 
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench bench-gpu bench-rivals check clean
+.PHONY: help setup demo test test-all bench routers bench-gpu bench-rivals check clean
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -41,7 +42,7 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.quality
 	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --positions 32 --name quality_equal
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
-	$(RUN) -m benchmarks.routers --learned learned # trained before by oval_core.training, or left out
+	$(RUN) -m benchmarks.routers $(if $(wildcard $(ROUTERS)/*/record.json),--learned $(ROUTERS))
 	$(RUN) -m benchmarks.claims
 	$(RUN) -m benchmarks.generation
 	$(RUN) -m benchmarks.image_qa --split test --packs 60 --datasets one four easy-vqa
@@ -52,6 +53,9 @@ bench: $(STAMP) ## measure quality and speed, refresh the README's tables
 	$(RUN) -m benchmarks.short_linears
 	$(RUN) -m benchmarks.readme
 	$(RUN) -m benchmarks.claims_page
+
+routers: $(STAMP) ## train the optional routers, in an hour or two; bench measures them where they are
+	$(RUN) -m benchmarks.train_routers --out $(ROUTERS)
 
 bench-gpu: $(STAMP) ## check the kernels on a GPU and measure their speed, in ten minutes
 	$(RUN) -m benchmarks.gpu --minutes 10

@@ -13,15 +13,15 @@ from benchmarks.settings import Setting
 from benchmarks.variants import make_variant
 from oval_core import OvalConfig
 from oval_core.page_sizing import SelfSizedPages
-from oval_core.router_training.tasks import RECORD_FILE, ROUTER_FILE, ROUTERS, load_router
+from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE, load_router
 from oval_core.routers import Router
 
 PAGE_SIZE, LEAST_BUDGET = 16, 3
 HIT_RATE_EVERY = 5  # steps: not in time with the selection cache, which selects at every fourth at least
 DEFAULTS = ("basis", "box")
 LOCALITY = ("basis + decay 0.25", "basis + decay 0.5", "basis + graph 0.25", "basis + graph 0.5")
-SELECTION_CACHE = ("basis reused 0.9", "basis reused 0.8", "basis reused -1.0")
-REPAIRS = "-repair"  # what the folder of a router's repair ends in
+SELECTION_CACHE = ("basis reused 0.9", "basis reused 0.8", "basis reused 0.8 long", "basis reused -1.0")
+LEARNED_ON = ("passages", "context_tokens", "asked_tokens", "steps", "batch", "budget_pages")  # of a training's record
 
 
 @dataclass(frozen=True)
@@ -79,35 +79,41 @@ def untrained() -> list[Part]:
 
 
 def learned(folder: Path, model: Any) -> list[Part]:
-    """The routers that `oval_core.training` left in folders of their names under `folder`.
+    """The routers that trainings of `oval_core.training` left in folders of `folder`.
 
     Raises:
-        ValueError: a file is no router, or made for another model than `model`.
+        ValueError: there is none, or one was made for another model than `model`.
     """
     parts = []
-    for name, record in _records(folder, ""):
-        router = load_router(folder / name / ROUTER_FILE)
+    for path, record in _records(folder, ROUTER_FILE):
+        router = load_router(path)
         router.head.require_model(model)
-        parts.append(Part(name, PAGE_SIZE, LEAST_BUDGET, made=router, train_s=record.get("train_s")))
+        name = f"{router.name} + coarse" if record["about"]["coarse"] else router.name
+        parts.append(Part(name, PAGE_SIZE, LEAST_BUDGET, made=router, train_s=record["train_s"]))
+    if not parts:
+        raise ValueError(f"{folder}: expected folders with a {ROUTER_FILE} of `oval_core.training`, found none")
     return parts
 
 
 def repairs(folder: Path) -> list[Repair]:
-    """The repairs of these routers, in folders that end in `REPAIRS`."""
+    """The repairs that trainings left in folders of `folder`."""
     return [
-        Repair(name, record["about"]["quantised"], record["hit_rates"], record.get("train_s"))
-        for name, record in _records(folder, REPAIRS)
+        Repair(record["about"]["repaired"], record["about"]["quantised"], record["hit_rates"], record["train_s"])
+        for _, record in _records(folder, REPAIR_FILE)
     ]
 
 
-def missing(folder: Path) -> list[str]:
-    """Folders that a router or its repair would be in, and is not."""
-    names = [name + ending for ending in ("", REPAIRS) for name in ROUTERS]
-    return [str(folder / name) for name in names if not (folder / name / RECORD_FILE).exists()]
+def learned_on(folder: Path) -> list[dict[str, Any]]:
+    """What the routers in folders of `folder` learned from and how long, each way once."""
+    found = [
+        {name: record["about"][name] for name in LEARNED_ON}
+        for file in (ROUTER_FILE, REPAIR_FILE)
+        for _, record in _records(folder, file)
+    ]
+    return [settings for at, settings in enumerate(found) if settings not in found[:at]]
 
 
-def _records(folder: Path, ending: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in ROUTERS:
-        path = folder / f"{name}{ending}" / RECORD_FILE
-        if path.exists():
-            yield name, json.loads(path.read_text())
+def _records(folder: Path, file: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every file of this name, one folder down, and the record beside it."""
+    for path in sorted(folder.glob(f"*/{file}")):
+        yield path, json.loads(path.with_name(RECORD_FILE).read_text())

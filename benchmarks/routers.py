@@ -7,9 +7,9 @@ model is what its training measured on held-out passages.
 
     python -m benchmarks.routers --learned DIR
 
-`DIR` holds the folders `position-mlp` and `output-head`, each the `--out` of `python -m oval_core.training --router`,
-and `position-mlp-repair` and `output-head-repair`, each that of a training with `--repair`; what is missing is left out
-and said. Bytes, hit rate, KL and time are means over the texts.
+Every folder in `DIR` is the `--out` of one `python -m oval_core.training`, of a router or of a repair;
+`python -m benchmarks.train_routers --out DIR` trains them all. Bytes, hit rate,
+KL and time are means over the texts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from benchmarks.attention_clock import attention_clock
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.quality import COMPILED
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.router_parts import Part, Repair, learned, missing, repairs, untrained
+from benchmarks.router_parts import Part, Repair, learned, learned_on, repairs, untrained
 from benchmarks.settings import head_dim_of, paid_for
 from benchmarks.teacher_forcing import WARM_UP_TOKENS, Prefix, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
+from oval_core.routers.selection_cache import HITS, MISSES
 
 PASSES = 2  # one for the quality, one for the time
 
@@ -43,6 +44,7 @@ class Row:
     """One part; None where it was not measured.
 
     `step_ms` is what a layer spends at a step selecting and reading, `compiled` whether both are one compiled call;
+    `reused` is the share of the selections that a selection cache did not make anew, over layers, steps and texts;
     `train_s` are the seconds of a training's steps, without those in which the dense model showed what to learn.
     """
 
@@ -55,6 +57,7 @@ class Row:
     step_ms: float | None
     train_s: float | None
     compiled: bool | None = None
+    reused: float | None = None
     kl_texts: dict[str, float] = field(default_factory=dict)
 
 
@@ -64,18 +67,20 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_model(options.model)
     parts, rows = untrained(), list[Row]()
     if options.learned is not None:
-        parts += learned(options.learned, model)
+        try:
+            parts += learned(options.learned, model)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
         rows += [row for repair in repairs(options.learned) for row in _repaired(repair)]
     parts = [paid_for(part, options.share, options.context, head_dim_of(model.config)) for part in parts]
     work = options.context + PASSES * len(parts) * (options.positions + WARM_UP_TOKENS)
     with tqdm(total=len(options.texts) * work, unit="token") as progress:
         prefixes = {name: _prefix(model, tokenizer, name, options, progress.update) for name in options.texts}
         rows = [_row(part, model, prefixes, progress) for part in parts] + rows
-    for folder in [] if options.learned is None else missing(options.learned):
-        print(f"left out: nothing was trained in {folder}")
     found: dict[str, Any] = {
         "benchmark": options.name, "command": options.command, "machine": describe_machine(), "texts": options.texts,
         "context": options.context, "positions": options.positions, "share": options.share,
+        "learned_on": [] if options.learned is None else learned_on(options.learned),
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     publish(found, options.out)
@@ -103,10 +108,16 @@ def _row(part: Part, model: PreTrainedModel, prefixes: dict[str, Prefix], progre
         step_ms=mean(_layer_ms(model, prefix, part, advance) for prefix in prefixes.values()),
         train_s=part.train_s,
         compiled=compiled,
+        reused=_reused([result.stats["router_counts"] for result in results.values()]),
         kl_texts={name: mean(result.kl) for name, result in results.items()},
     )
     tqdm.write(str(row))
     return row
+
+
+def _reused(counts: list[dict[str, int]]) -> float | None:
+    hits, misses = (sum(of_text.get(name, 0) for of_text in counts) for name in (HITS, MISSES))
+    return hits / (hits + misses) if hits + misses else None
 
 
 def _layer_ms(model: PreTrainedModel, prefix: Prefix, part: Part, advance: Callable[[int], object]) -> float:

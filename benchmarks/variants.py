@@ -75,6 +75,7 @@ def make_variant(name: str) -> str | Router:
         **{f"basis + shares {weight}": _locality(graph_weight=weight) for weight in GRAPH_WEIGHTS},
         **{f"basis + graph {weight}": _locality(graph_weight=weight, refresh_tokens=4) for weight in GRAPH_WEIGHTS},
         **{f"basis reused {cosine}": _reused(cosine) for cosine in LEAST_COSINES},
+        "basis reused 0.8 long": _reused(0.8, steps=64, entries=16),
         **{f"box to {target:.0%}": partial(CoverageRouter, target) for target in (0.8, 0.9, 0.95)},
     }
     return made[name]() if name in made else name
@@ -84,8 +85,8 @@ def _locality(**changes: Any) -> Callable[[], Router]:
     return partial(LocalityRouter, **{"decay_weight": 0.0, "graph_weight": 0.0, **changes})
 
 
-def _reused(min_cosine: float) -> Callable[[], Router]:
-    return partial(SelectionCacheRouter, min_cosine=min_cosine)
+def _reused(min_cosine: float, **changes: Any) -> Callable[[], Router]:
+    return partial(SelectionCacheRouter, min_cosine=min_cosine, **changes)
 
 
 def _rounded(x: Tensor, levels: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Selections that serve several steps, as long as the queries stay alike.
+"""A few selections that serve several steps, as long as the queries are alike.
 
-The open tokens are read at every step anyway. A selection is made anew when pages were sealed, so that the window is
-always read; when the budget changed; and when the row was cropped to before the step that made it.
+The open tokens are read at every step anyway. No selection outlives the sealing of pages, so that the window is always
+read; a change of the budget; or a crop of the row to before the step that made it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ HITS, MISSES = (
 
 
 class _Kept(NamedTuple):
-    """A row's selection, `pages` and `valid` `[H, K]`, the queries `[H, G, D]` and the terms that it was made for."""
+    """A row's selection, `pages` and `valid` `[H, K]`, and its origin: queries `[H, G, D]`, terms and a token."""
 
     pages: Tensor
     valid: Tensor
     query: Tensor
     terms: tuple[int, ...]
+    token: int
 
 
 class SelectionCacheRouter(WrappingRouter):
-    """Asks another router at few steps, and lets its last selection serve the steps between.
+    """Asks another router at few steps, and lets the selections used last serve the steps between.
 
     Every row of a batch has its own; the other router is asked if one row needs it. The pages that are not read are
     estimated for the current query (`Router.tail_of`); with a `BasisRouter` this reads as much metadata as a selection.
@@ -54,25 +55,28 @@ class SelectionCacheRouter(WrappingRouter):
 
     name = "selection_cache"
 
-    def __init__(self, inner: Router | None = None, steps: int = 4, min_cosine: float = 0.9) -> None:
+    def __init__(self, inner: Router | None = None, steps: int = 4, min_cosine: float = 0.9, entries: int = 4) -> None:
         super().__init__(BasisRouter() if inner is None else inner)
         check_count("steps", steps)
+        check_count("entries", entries)
         if not -1 <= min_cosine <= 1:
             raise ValueError(f"min_cosine must be a number in [-1, 1], got {min_cosine!r}")
-        self.steps, self.min_cosine = steps, min_cosine
+        self.steps, self.min_cosine, self.entries = steps, min_cosine, entries
 
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
         signature = query.mean(3)  # [B, H, G, D]
-        kept = [*map(self._kept, pages.tables, _terms(pages), signature)]
+        recent = [*map(self._recent, pages.tables, _terms(pages))]
+        kept = [*map(self._alike, recent, signature)]
         hits = sum(row is not None for row in kept)
         counts = {HITS: hits, MISSES: len(kept) - hits}
         if hits == len(kept):
             selection = _stacked([(row.pages, row.valid) for row in kept if row])
+            self._note(pages, recent, kept, signature, selection)
             return selection._replace(tail=self.tail_of(query, pages, selection), counts=counts)
         made = self.inner.select(query, pages)
         joined = made.joined() if made.then else made
-        self._keep(signature, pages, joined, kept)
+        self._note(pages, recent, kept, signature, joined)
         if not hits:
             return made._replace(counts={**(made.counts or {}), **counts})
         rows = zip(kept, joined.pages, joined.valid, strict=True)
@@ -80,21 +84,39 @@ class SelectionCacheRouter(WrappingRouter):
         tail = _by_row(kept, self.tail_of(query, pages, selection), made.tail)
         return selection._replace(tail=tail, counts={**(made.counts or {}), **counts})
 
-    def _kept(self, table: PageTable, terms: tuple[int, ...], signature: Tensor) -> _Kept | None:
-        """The row's last selection, if it can serve queries `signature [H, G, D]`."""
-        token, kept = table.memory.last(self) or (0, None)
-        if kept is None or kept.terms != terms or not 0 < table.length - 1 - token < self.steps:
-            return None
-        cosine = torch.cosine_similarity(kept.query.flatten(1), signature.flatten(1), dim=-1)
-        return kept if bool((cosine >= self.min_cosine).all()) else None
+    def _recent(self, table: PageTable, terms: tuple[int, ...]) -> list[_Kept]:
+        """The row's selections that are not out of date, the one used last at the end."""
+        _, kept = table.memory.last(self) or (0, ())
+        now = table.length - 1
+        return [entry for entry in kept if entry.terms == terms and 0 < now - entry.token < self.steps]
+
+    def _alike(self, recent: list[_Kept], signature: Tensor) -> _Kept | None:
+        """The selection of a row that serves queries `signature [H, G, D]`."""
+        for entry in reversed(recent):
+            cosine = torch.cosine_similarity(entry.query.flatten(1), signature.flatten(1), dim=-1)
+            if bool((cosine >= self.min_cosine).all()):
+                return entry
+        return None
 
     @lasting
-    def _keep(self, signature: Tensor, pages: Pages, selection: Selection, kept: list[_Kept | None]) -> None:
-        """Remember what was chosen for the rows that `kept` nothing."""
-        for row, (table, terms, old) in enumerate(zip(pages.tables, _terms(pages), kept, strict=True)):
-            if old is None:
+    def _note(
+        self,
+        pages: Pages,
+        recent: list[list[_Kept]],
+        kept: list[_Kept | None],
+        signature: Tensor,
+        selection: Selection,
+    ) -> None:
+        """Remember what serves each row now, an old selection or that of `selection`; a crop brings back what was."""
+        for row, (table, terms) in enumerate(zip(pages.tables, _terms(pages), strict=True)):
+            used, now = kept[row], table.length - 1
+            if used is not None and used is recent[row][-1]:
+                continue
+            if used is None:
                 chosen, valid = selection.pages[row].clone(), selection.valid[row].clone()
-                table.memory.add(self, table.length - 1, _Kept(chosen, valid, signature[row].clone(), terms), most=1)
+                used = _Kept(chosen, valid, signature[row].clone(), terms, now)
+            others = [entry for entry in recent[row] if entry is not used]
+            table.memory.add(self, now, [*others, used][-self.entries :], most=self.entries)
 
 
 def _terms(pages: Pages) -> list[tuple[int, ...]]:

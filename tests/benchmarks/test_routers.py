@@ -14,14 +14,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks import readme, routers
 from benchmarks.attention_clock import attention_clock
-from benchmarks.router_parts import Part, learned, missing, untrained
+from benchmarks.router_parts import LEARNED_ON, Part, learned, untrained
 from benchmarks.settings import Setting, paid_for
 from demos.smollm2 import load_model
 from oval_core import OvalConfig, attach
 from oval_core.page_sizing import SelfSizedPages
-from oval_core.router_training.tasks import RECORD_FILE, ROUTER_FILE
+from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE
 from oval_core.routers.learned_file import ModelSizes, save_learned
 from oval_core.routers.output_head import OutputHead
+from oval_core.routers.repair import InputRepair
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
 SIZES = ModelSizes(layers=3, heads=2, group=2, hidden_size=32, head_dim=16)
@@ -35,14 +36,19 @@ def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(name="trained")
 def _trained(tmp_path: Path) -> Path:
-    """An output head and its repair, and no position MLP."""
-    folder = tmp_path / "learned"
-    save_learned(folder / "output-head" / ROUTER_FILE, OutputHead(SIZES, dim=8))
-    (folder / "output-head" / RECORD_FILE).write_text(json.dumps({"about": {}, "train_s": 12.5, "hit_rates": {}}))
-    (folder / "output-head-repair").mkdir()
-    record = {"about": {"quantised": "int4-weights"}, "train_s": 3.0, "hit_rates": RATES}
-    (folder / "output-head-repair" / RECORD_FILE).write_text(json.dumps(record))
+    """An output head, one that adds to the coarse score, and a repair of the first."""
+    settings = {name: 1500 + at for at, name in enumerate(LEARNED_ON)}
+    folder, repair = tmp_path / "learned", {**settings, "repaired": "output-head", "quantised": "int4-weights"}
+    for name, coarse, seconds in (("a", False, 12.5), ("b", True, 20.0)):
+        save_learned(folder / name / ROUTER_FILE, OutputHead(SIZES, dim=8, coarse=coarse))
+        record(folder / name, {**settings, "coarse": coarse}, seconds)
+    save_learned(folder / "c" / REPAIR_FILE, InputRepair(SIZES))
+    record(folder / "c", repair, 3.0)
     return folder
+
+
+def record(folder: Path, about: dict[str, Any], seconds: float) -> None:
+    (folder / RECORD_FILE).write_text(json.dumps({"about": about, "train_s": seconds, "hit_rates": RATES}))
 
 
 def run(model: Path, out: Path, *arguments: str) -> dict[str, Any]:
@@ -58,7 +64,6 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
     result = run(model, tmp_path, "--learned", str(trained), "--share", "0.5")
     printed = capsys.readouterr().out.splitlines()
     assert result == json.loads(printed[-1])
-    assert any(line.startswith("left out") and line.endswith("position-mlp") for line in printed)
     measured = [row for row in result["rows"] if row["kl"] is not None]
     for row in measured:
         assert row["kl"] >= -1e-6
@@ -68,14 +73,19 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
     page.write_text("<!-- routers -->\n<!-- /routers -->\n")
     readme.main(["--results", str(tmp_path), "--readme", str(page)])
     text = page.read_text()
-    assert "| output-head, int4-weights, after repair | held-out passages | – | – | 70.0% | – | – | 3 |" in text
+    assert "| output-head, int4-weights, after repair | held-out passages | – | – | 70.0% | – | – | – | 3 |" in text
+    assert text.count("; 1503 steps, 1500 passages of 1,501 tokens, 1502 queries") == 1
     assert text.count("* | – |") == sum(row["compiled"] for row in measured)
 
 
 def test_every_part_is_there(model: Path, trained: Path, tmp_path: Path) -> None:
-    rows = {(row["router"], row["pages"]): row for row in run(model, tmp_path, "--learned", str(trained))["rows"]}
+    result = run(model, tmp_path, "--learned", str(trained), "--share", "0.5")
+    rows = {(row["router"], row["pages"]): row for row in result["rows"]}
     assert {router for router, _ in rows} >= {"basis", "box", "basis + decay 0.5", "basis reused 0.9", "output-head"}
     assert rows["output-head", "16"]["train_s"] == 12.5
+    assert rows["output-head + coarse", "16"]["kl"] != rows["output-head", "16"]["kl"]
+    assert 0 < rows["basis reused -1.0", "16"]["reused"] < 1
+    assert rows["basis", "16"]["reused"] is None
     assert rows["output-head, int4-weights, before repair", "held-out passages"]["hit_rate"] == 0.5
     box, plain = rows["box", "16"], rows["box, not compiled", "16"]
     assert plain["kl"] == pytest.approx(box["kl"], abs=1e-6)
@@ -91,13 +101,14 @@ def test_without_trained_routers_there_are_none(model: Path, tmp_path: Path) -> 
     assert row["kl"] == pytest.approx(sum(row["kl_texts"].values()) / 2)
 
 
-def test_folders_of_trained_routers(model: Path, trained: Path) -> None:
-    (part,) = learned(trained, load_model(str(model))[0])
-    assert (part.router, part.train_s) == ("output-head", 12.5)
-    assert missing(trained) == [str(trained / "position-mlp"), str(trained / "position-mlp-repair")]
-    save_learned(trained / "output-head" / ROUTER_FILE, OutputHead(replace(SIZES, layers=4), dim=8))
+def test_folders_of_trained_routers(model: Path, trained: Path, tmp_path: Path) -> None:
+    found = learned(trained, load_model(str(model))[0])
+    assert [(part.router, part.train_s) for part in found] == [("output-head", 12.5), ("output-head + coarse", 20.0)]
+    save_learned(trained / "a" / ROUTER_FILE, OutputHead(replace(SIZES, layers=4), dim=8))
     with pytest.raises(ValueError, match="for another model"):
         learned(trained, load_model(str(model))[0])
+    with pytest.raises(ValueError, match=r"expected folders with a router.safetensors .*, found none"):
+        learned(tmp_path / "nothing", None)
 
 
 def test_a_page_that_sizes_itself_costs_what_it_holds() -> None:

@@ -77,25 +77,44 @@ def test_one_head_whose_query_drifted_is_enough() -> None:
     assert router.select(turned, pages).counts == {HITS: 1, MISSES: 0}
 
 
+def served(attention: Attention, signs: str, entries: int) -> str:
+    """Which queries of a sequence, alike where the sign is, are served by what is kept (h), and which not (m)."""
+    router = SelectionCacheRouter(steps=100, min_cosine=0.9, entries=entries)
+    queries = {sign: torch.randn(1, HEADS * GROUP, 1, DIM) for sign in set(signs)}
+    found = ""
+    for sign in signs:
+        query, pages = attention.pages(queries[sign])
+        counts = router.select(query, pages).counts or {}
+        found += "h" if counts[HITS] else "m"
+        attention.layer.tables[0].extend(1)
+    return found
+
+
+@pytest.mark.parametrize(("entries", "expected"), [(1, "mmmmmmmh"), (2, "mmhmhmhh"), (3, "mmhmhhhh")])
+def test_the_selection_used_least_recently_goes_first(entries: int, expected: str) -> None:
+    """With two, c takes the place of b, which was made after a, but used before it."""
+    assert served(caching(), "abacabaa", entries) == expected
+
+
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(("step", "chunk", "crop")), st.integers(1, 9)), max_size=8))
 def test_it_is_asked_exactly_when_it_must(moves: list[tuple[str, int]]) -> None:
     attention = caching(asked := Asked(), prompt=41, steps=4)
-    made = sealed = None
+    made: list[tuple[int, int]] = []  # tokens, and how many pages there were
     asked.tokens.clear()
     attention.layer.tables[0].memory.crop(0)
     for move, count in moves:
         if move == "crop":
             length = max(attention.layer.get_seq_length() - count, 25)
             attention.layer.crop(length - attention.layer.get_seq_length())
-            made = None if made is not None and made >= length else made
+            made = [entry for entry in made if entry[0] < length]
             continue
         for size in [count] if move == "chunk" else [1] * count:
             attention(random_tokens(1, size))
             token, pages = attention.layer.get_seq_length() - 1, attention.layer.tables[0].num_pages
-            must = made is None or sealed != pages or not 0 < token - made < 4
+            must = not any(sealed == pages and 0 < token - at < 4 for at, sealed in made)
             assert (asked.tokens.pop() if asked.tokens else None) == (token if must else None)
-            made, sealed = (token, pages) if must else (made, sealed)
+            made += [(token, pages)] * must
 
 
 def test_another_budget_asks_anew() -> None:
@@ -163,6 +182,7 @@ def test_it_is_made_by_name() -> None:
     [
         ({"inner": "basis"}, TypeError, r"inner must be a Router, got 'basis' \(str\)"),
         ({"steps": 0}, ValueError, "steps must be an integer >= 1, got 0"),
+        ({"entries": 0}, ValueError, "entries must be an integer >= 1, got 0"),
         ({"min_cosine": 1.5}, ValueError, r"min_cosine must be a number in \[-1, 1\], got 1.5"),
     ],
 )

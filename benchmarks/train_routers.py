@@ -1,0 +1,72 @@
+"""Train every router that can be trained, and a repair of each, for `benchmarks.routers --learned`.
+
+    python -m benchmarks.train_routers --out results/routers
+
+They learn from the texts that the benchmarks read, without the beginnings that these read. What is there already is not
+trained again; an interrupted run goes on where it stopped. One to two hours on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from demos.smollm2 import load_model
+from demos.texts import TEXTS, load_text
+from oval_core.router_training.passages import PassageSettings
+from oval_core.router_training.quantised import INT4_WEIGHTS, INT8_DYNAMIC
+from oval_core.router_training.run import LearningSettings
+from oval_core.router_training.tasks import ROUTER_FILE, load_router, train_repair, train_router
+from oval_core.text_files import tokens_of
+
+READ_BYTES = 60_000  # of each text, by benchmarks
+REPAIRED = {"position-mlp": INT8_DYNAMIC, "output-head": INT4_WEIGHTS}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train; see `--help`."""
+    options = _parse(arguments)
+    model, tokenizer = load_model(options.model)
+    tokens, lessons = tokens_of(texts_to_learn(options.texts), tokenizer), options.out / "lessons"
+    passages = PassageSettings(options.passages, options.context, asked_tokens=options.asked)
+    shorter = PassageSettings(options.repair_passages, options.context, asked_tokens=options.asked)
+    for name, quantised in REPAIRED.items():
+        for coarse in (False, True):
+            learning = LearningSettings(options.steps, coarse=coarse, budget_pages=options.budget)
+            out = options.out / (f"{name}-coarse" if coarse else name)
+            print(out, train_router(out, model, tokens, name, passages, learning, lessons))
+        router = load_router(options.out / name / ROUTER_FILE)
+        learning, out = (
+            LearningSettings(options.steps // 2, budget_pages=options.budget),
+            options.out / f"{name}-repair",
+        )
+        print(out, train_repair(out, model, tokens, router, quantised, shorter, learning))
+
+
+def texts_to_learn(names: Sequence[str]) -> dict[str, str]:
+    """What benchmarks do not read of the texts."""
+    return {name: load_text(name).encode()[READ_BYTES:].decode(errors="ignore") for name in names}
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_routers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of all trainings")
+    add("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
+    add("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="(default: all)")
+    add("--passages", type=int, default=24, help="to learn from (default: %(default)s)")
+    add("--repair-passages", type=int, default=9, help="for a repair (default: %(default)s)")
+    add("--context", type=int, default=4096, help="tokens of each (default: %(default)s)")
+    add("--asked", type=int, default=32, help="queries of each stop (default: %(default)s)")
+    add("--steps", type=int, default=800, help="of a router; a repair takes half (default: %(default)s)")
+    add("--budget", type=int, default=47, help="pages a KV head, for hit rates (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
