@@ -15,7 +15,7 @@ def test_a_small_training_of_all(tmp_path: Path) -> None:
     checkpoint, out = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "routers"
     arguments = ["--model", str(checkpoint), "--out", str(out), "--texts", "novel", "--context", "512", "--steps", "2"]
     train_routers.main([*arguments, "--passages", "2", "--repair-passages", "1", "--budget", "6", "--asked", "4"])
-    model, tokenizer = load_model(str(checkpoint))
+    model, _ = load_model(str(checkpoint))
     names = [part.router for part in learned(out, model)]
     assert sorted(names) == ["output-head", "output-head + coarse", "position-mlp", "position-mlp + coarse"]
     assert {repair.router: repair.quantised for repair in repairs(out)} == train_routers.REPAIRED
