@@ -165,6 +165,9 @@ class Handle:
         """Why the cache stays as it is, or None if it is to be paged."""
         if self.model.training:
             return "training"
+        for config in self._configs:
+            if config._attn_implementation != NAME:
+                return f"attention implementation {config._attn_implementation} was set after attach"
         if cache is None:
             wanted = getattr(self._text_config, "use_cache", True) if use_cache is None else use_cache
             return None if wanted else NO_CACHE

@@ -262,6 +262,16 @@ class TestModes:
             model(text, labels=text).loss.backward()
         assert_close([parameter.grad for parameter in model.parameters()], plain)
 
+    def test_another_attention_implementation_set_later_is_dense(self) -> None:
+        model, text = tiny_models.llama(), prompt(60)
+        expected = generate(model, text).sequences
+        before = snapshot(model)
+        with attach(model, SPARSE) as handle:
+            model.set_attn_implementation("eager")
+            assert torch.equal(generate(model, text).sequences, expected)
+            assert handle.stats()["dense_steps"] == {"attention implementation eager was set after attach": 8}
+        assert snapshot(model) == before
+
     def test_generate_in_training_mode_is_dense(self) -> None:
         model, text = tiny_models.llama().train(), prompt(80)
         plain = generate(model, text)
