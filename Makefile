@@ -35,7 +35,7 @@ test: $(STAMP) ## run the quick tests, on all cores
 test-all: $(STAMP) ## run all tests, those on real weights too
 	$(RUN) -m pytest -m ""
 
-bench: $(STAMP) ## measure quality and speed, refresh the README's tables
+bench: $(STAMP) ## measure quality and speed, refresh the tables of the documentation
 	$(RUN) -m benchmarks.decode
 	$(RUN) -m benchmarks.layer
 	$(RUN) -m benchmarks.breakdown

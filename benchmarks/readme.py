@@ -1,4 +1,4 @@
-"""Rewrite the tables of the README from the JSON of the last benchmark runs: `python -m benchmarks.readme`."""
+"""Rewrite the tables of the documentation from the JSON of the last benchmark runs: `python -m benchmarks.readme`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,41 @@ from benchmarks.router_tables import routers_table
 from benchmarks.speculative_tables import page_sets_table, speculative_table
 
 MEASUREMENTS = Path("docs/measurements")
+PAGES = (Path("README.md"), Path("docs/measurements.md"))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Replace what stands between `<!-- name -->` and `<!-- /name -->` for every result there is."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--results", type=Path, default=MEASUREMENTS, help="where the JSON is")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="what is rewritten")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="what is rewritten")
     options = parser.parse_args(arguments)
-    text = options.readme.read_text(encoding="utf-8")
+    texts = {page: page.read_text(encoding="utf-8") for page in options.pages}
     for name, (results, render) in TABLES.items():
         files = [options.results / f"{result}.json" for result in results]
         if all(file.exists() for file in files):
-            text = _replace(text, name, render(*(json.loads(file.read_text()) for file in files)))
-    options.readme.write_text(text, encoding="utf-8")
+            page = _page_with(name, texts)
+            texts[page] = _replace(texts[page], name, render(*(json.loads(file.read_text()) for file in files)))
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
+
+
+def _page_with(name: str, texts: dict[Path, str]) -> Path:
+    found = [page for page, text in texts.items() if _section(name).search(text)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected a section <!-- {name} --> ... <!-- /{name} --> in one of {', '.join(map(str, texts))}, "
+            f"found it in {', '.join(map(str, found)) or 'none'}"
+        )
+    return found[0]
+
+
+def _section(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
 
 
 def _replace(text: str, name: str, table: str) -> str:
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"expected a section <!-- {name} --> ... <!-- /{name} --> in the README, found none")
-    return pattern.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
+    return _section(name).sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
 
 
 def decode_table(result: Result) -> str:
@@ -110,7 +124,7 @@ def breakdown_table(result: Result) -> str:
     return f"{table(head, lines)}\n\n{source(result)}"
 
 
-# Section of the README -> the results that it is made of, and how.
+# Section of a page -> the results that it is made of, and how.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "quality": (("quality",), quality_table),
     "quality_equal": (("quality_equal",), quality_equal_table),

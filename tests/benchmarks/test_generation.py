@@ -48,7 +48,7 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
     assert result["summary"]["asked"] == len(FACTS)
     page = tmp_path / "README.md"
     page.write_text("<!-- generation -->\nold\n<!-- /generation -->\n")
-    readme.main(["--results", str(tmp_path), "--readme", str(page)])
+    readme.main(["--results", str(tmp_path), "--pages", str(page)])
     text = page.read_text()
     assert "| novel, from token" in text
     assert "| 500 |" in text

@@ -71,7 +71,7 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
         assert row["step_ms"] > 0
     page = tmp_path / "README.md"
     page.write_text("<!-- routers -->\n<!-- /routers -->\n")
-    readme.main(["--results", str(tmp_path), "--readme", str(page)])
+    readme.main(["--results", str(tmp_path), "--pages", str(page)])
     text = page.read_text()
     assert "| output-head, int4-weights, after repair | held-out passages | – | – | 70.0% | – | – | – | 3 |" in text
     assert text.count("; 1503 steps, 1500 passages of 1,501 tokens, 1502 queries") == 1

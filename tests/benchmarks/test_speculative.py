@@ -44,7 +44,7 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
     assert all(row["speedup"] > 0 and (row["step_tokens"] or 1) >= 1 for row in result["rows"])
     page = tmp_path / "README.md"
     page.write_text("<!-- speculative -->\nold\n<!-- /speculative -->\n")
-    readme.main(["--results", str(tmp_path), "--readme", str(page)])
+    readme.main(["--results", str(tmp_path), "--pages", str(page)])
     assert "| prompt lookup, exact |" in page.read_text()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import alternating, decode, layer, readme
+from benchmarks import alternating, decode, layer
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
 
@@ -48,35 +48,3 @@ def test_variants_take_turns() -> None:
     seconds = alternating.time_in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2)
     assert calls == ["a", "b"] * (alternating.WARM_UP_ROUNDS + 2)
     assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
-
-
-def test_the_readme_is_rewritten_between_its_markers(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- layer -->\nold\n<!-- /layer -->\nafter\n")
-    machine = {"cpu": "C", "threads": 2, "simd": "S", "torch": "1", "transformers": "2"}
-    row = {"shape": "X", "dtype": "float32", "context": 8192, "sdpa_ms": 2, "oval_ms": 1, "floor_ms": 0.5}
-    row |= {"vs_sdpa": 2, "vs_floor": 2}
-    result = {"command": "python -m benchmarks.layer", "machine": machine, "bandwidth_bytes_per_s": 1e10, "rows": [row]}
-    (tmp_path / "layer.json").write_text(json.dumps(result))
-    readme.main(["--results", str(tmp_path), "--readme", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n<!-- layer -->\n| shape |")
-    assert "| X | float32 | 8,192 | 2.00 | 1.00 | 0.50 | 2.0x | 2.0x |" in text
-    assert text.endswith("<!-- /layer -->\nafter\n")
-    assert "old" not in text
-
-
-def test_a_readme_without_the_section_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("nothing")
-    (tmp_path / "layer.json").write_text("{}")
-    with pytest.raises((ValueError, KeyError)):
-        readme.main(["--results", str(tmp_path), "--readme", str(page)])
-    assert page.read_text() == "nothing"
-
-
-def test_the_readme_of_this_repository_has_every_section() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    for name in readme.TABLES:
-        assert f"<!-- {name} -->\n" in text
-        assert f"<!-- /{name} -->" in text
