@@ -1,4 +1,4 @@
-"""Train every router that can be trained, and a repair of each, for `benchmarks.routers --learned`.
+"""Train every router that can be trained, and repairs of one of them, for `benchmarks.routers --learned`.
 
     python -m benchmarks.train_routers --out results/routers
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
 from oval_core.router_training.passages import PassageSettings
-from oval_core.router_training.quantised import INT4_WEIGHTS, INT8_DYNAMIC
+from oval_core.router_training.quantised import KINDS
 from oval_core.router_training.run import LearningSettings
-from oval_core.router_training.tasks import ROUTER_FILE, load_router, train_repair, train_router
+from oval_core.router_training.tasks import ROUTER_FILE, ROUTERS, load_router, train_repair, train_router
 from oval_core.text_files import tokens_of
 
 READ_BYTES = 60_000  # of each text, by benchmarks
-REPAIRED = {"position-mlp": INT8_DYNAMIC, "output-head": INT4_WEIGHTS}
+REPAIRED = "position-mlp"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,17 +31,18 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, lessons = tokens_of(texts_to_learn(options.texts), tokenizer), options.out / "lessons"
     passages = PassageSettings(options.passages, options.context, asked_tokens=options.asked)
     shorter = PassageSettings(options.repair_passages, options.context, asked_tokens=options.asked)
-    for name, quantised in REPAIRED.items():
+    for name in ROUTERS:
         for coarse in (False, True):
             learning = LearningSettings(options.steps, coarse=coarse, budget_pages=options.budget)
             out = options.out / (f"{name}-coarse" if coarse else name)
             print(out, train_router(out, model, tokens, name, passages, learning, lessons))
-        router = load_router(options.out / name / ROUTER_FILE)
+    repaired = load_router(options.out / REPAIRED / ROUTER_FILE)
+    for kind in KINDS:
         learning, out = (
-            LearningSettings(options.steps // 2, budget_pages=options.budget),
-            options.out / f"{name}-repair",
+            LearningSettings(options.steps // 4, budget_pages=options.budget),
+            options.out / f"repair-{kind}",
         )
-        print(out, train_repair(out, model, tokens, router, quantised, shorter, learning))
+        print(out, train_repair(out, model, tokens, repaired, kind, shorter, learning))
 
 
 def texts_to_learn(names: Sequence[str]) -> dict[str, str]:
@@ -63,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--repair-passages", type=int, default=9, help="for a repair (default: %(default)s)")
     add("--context", type=int, default=4096, help="tokens of each (default: %(default)s)")
     add("--asked", type=int, default=32, help="queries of each stop (default: %(default)s)")
-    add("--steps", type=int, default=800, help="of a router; a repair takes half (default: %(default)s)")
+    add("--steps", type=int, default=2000, help="of a router; a repair takes a quarter (default: %(default)s)")
     add("--budget", type=int, default=47, help="pages a KV head, for hit rates (default: %(default)s)")
     return parser.parse_args(arguments)
 

@@ -285,6 +285,7 @@ def _feed_hidden_states(module: nn.Module, binding: Binding) -> Any:
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        binding.hidden_states[layer_idx] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        binding.hidden_states[layer_idx] = hidden.detach()
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -46,6 +46,7 @@ def oval_attention(
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
     if oval_layer is None or binding is None:
         dense_impl = binding.dense_impl if binding else "sdpa"
+        _drop_hidden_states(binding, module)
         return dense_attention(dense_impl, module, query, key, value, attention_mask, scaling, dropout, **kwargs), None
 
     bounded = _bounded_mask(oval_layer, query.shape[2], attention_mask)
@@ -57,9 +58,16 @@ def oval_attention(
         reason = _reason_to_be_dense(oval_layer, query.shape[2]) or _mask_change(oval_layer, bounded)
     if reason is not None:
         binding.recorder.dense(oval_layer, query.shape[2], reason)
+        _drop_hidden_states(binding, module)
         dense_impl = binding.dense_impl
         return dense_attention(dense_impl, module, query, key, value, bounded, scaling, dropout, **kwargs), None
     return paged_attention(binding, oval_layer, query, bounded, scaling, **kwargs), None
+
+
+def _drop_hidden_states(binding: Binding | None, module: nn.Module) -> None:
+    """Of a layer without a router to look at them: they may be those of a whole prompt."""
+    if binding is not None:
+        binding.hidden_states.pop(getattr(module, "layer_idx", -1), None)
 
 
 def _unpageable(

@@ -20,7 +20,8 @@ class Binding:
         impl: name of the resolved kernel implementation.
         dense_impl: the attention that transformers would run.
         recorder: counts what is read.
-        hidden_states: newest input of each attention module by layer index, for routers that need it.
+        hidden_states: input of each attention module by layer index, for routers that need it; a layer that is read
+            densely keeps none.
     """
 
     impl: str

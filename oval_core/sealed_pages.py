@@ -5,7 +5,7 @@ Tensors have room for more pages than there are, so that their shapes stay the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class SealedPages:
         self.lengths, self.tags = self.starts.clone(), self.starts.clone()
         self.features: Tensor | None = None
         self.has_short_pages = False
-        self._derived: tuple[list[int], dict[str, Any]] = ([], {})
+        self._derived: tuple[list[int], dict[Hashable, Any]] = ([], {})
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts without what was derived from tensors that are not its own."""
@@ -67,8 +67,8 @@ class SealedPages:
         return [table.num_pages for table in self.tables]
 
     @property
-    def derived(self) -> dict[str, Any]:
-        """What this class and kernels make of the pages; dropped when those change."""
+    def derived(self) -> dict[Hashable, Any]:
+        """What this class, routers and kernels make of the pages; dropped when those change."""
         counts = self.counts
         if self._derived[0] != counts:
             self._derived = (counts, {})

@@ -184,11 +184,12 @@ def _hit_rate(query: Tensor, pages: Pages, read: Tensor) -> Tensor:
 def _metadata_bytes(layer: OvalLayer) -> int:
     """Bytes of metadata that one selection reads, all rows and KV heads."""
     pages, derived = layer.pages, layer.pages.derived
-    if "metadata_bytes" not in derived:
+    key = "metadata_bytes", layer.router
+    if key not in derived:
         read = partial(layer.router.metadata_bytes, basis=pages.basis, features=pages.features)
         per_head = sum(read(count, layer.config.shortlist_for(count)) for count in pages.counts)
-        derived["metadata_bytes"] = pages.basis.tokens.shape[1] * per_head
-    size: int = derived["metadata_bytes"]
+        derived[key] = pages.basis.tokens.shape[1] * per_head
+    size: int = derived[key]
     return size
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Pages:
         layer_idx, scaling, softcap, kernels: of the attention at hand.
         tables: the page table of each row, with the spans that were marked in it; what a router wants to remember of a
             row from step to step goes into `tables[row].memory`.
-        derived: for what a router makes of the pages of this layer; dropped when those change.
+        derived: for what routers make of the pages of this layer, by router; dropped when those change.
     """
 
     basis: PageBasis
@@ -60,7 +60,7 @@ class Pages:
     softcap: float | None
     kernels: Kernels
     tables: Sequence[PageTable]
-    derived: dict[str, Any]
+    derived: dict[Hashable, Any]
 
     @property
     def index(self) -> Tensor:
@@ -147,14 +147,21 @@ class Router:
         """Choose pages; the default takes the best scores and drops the rest. `query` as in `score`."""
         return self.choose(query, pages, self.score(query, pages))
 
-    def choose(self, query: Tensor, pages: Pages, scores: Tensor) -> Selection:
-        """The pages with the best `scores`, which are checked first; see `score`."""
+    def choose(self, query: Tensor, pages: Pages, scores: Tensor, first: Tensor | None = None) -> Selection:
+        """The pages with the best `scores`, which are checked; see `score`.
+
+        Args:
+            first: bool `[B, H, P]`, pages that come before those with better scores; None: no page does.
+        """
         expected = (*query.shape[:4], len(pages.index))
         if not isinstance(scores, Tensor) or scores.shape != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"{type(self).__name__}.score must return [B, H, G, Q, P] = {expected}, got {got}")
         _refuse_nan(scores, f"{type(self).__name__}.score returned NaN")
-        chosen, valid = pages.top(pages.weights(scores), pages.budget, pages.most[0])
+        weights = pages.weights(scores)
+        if first is not None:
+            weights = weights + first.float()  # no weight is more than 1
+        chosen, valid = pages.top(weights, pages.budget, pages.most[0])
         return Selection(chosen, valid)
 
     def tail_of(self, query: Tensor, pages: Pages, selection: Selection) -> Partial | None:

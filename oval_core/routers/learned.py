@@ -23,7 +23,7 @@ from oval_core.routers.learned_file import LearnedModule, ModelSizes, load_learn
 
 KEY_DTYPE = torch.float16  # of what is kept of a page
 REACHES_TOKENS = (16.0, 64.0, 256.0, 1024.0)  # of the features that fade with distance
-DISTANCE_FEATURES = len(REACHES_TOKENS) + 2
+DISTANCE_FEATURES = len(REACHES_TOKENS) + 1
 
 
 class Places(NamedTuple):
@@ -49,11 +49,10 @@ class Places(NamedTuple):
         return self.starts + (self.lengths - 1) / 2
 
     def features(self) -> Tensor:
-        """phi, float32 `[B, Q, P, F]`: the distance's logarithm, how it fades, and whether the row begins there."""
+        """phi, float32 `[B, Q, P, F]`: the distance's logarithm, and how it fades."""
         distance = (self.positions[..., None] - self.centres[:, None]).clamp_min(0)
         fading = [torch.exp(-distance / reach) for reach in REACHES_TOKENS]
-        begins = (self.starts == 0).float()[:, None].expand_as(distance)
-        return torch.stack([distance.log1p() / math.log(REACHES_TOKENS[-1]), *fading, begins], -1)
+        return torch.stack([distance.log1p() / math.log(REACHES_TOKENS[-1]), *fading], -1)
 
 
 class LearnedHead(LearnedModule):
@@ -174,7 +173,7 @@ class LearnedRouter(Router):
         return self.scored(query, pages)[0]
 
     def scored(self, query: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
-        """Scores, and what the head asked."""
+        """Scores, and what the head asked. Pages that are read anyway have the least: no head learns about them."""
         layer, hidden = pages.layer_idx, self._checked(query, pages)
         if self.head.device != query.device:
             self.head.to(query.device)
@@ -183,14 +182,14 @@ class LearnedRouter(Router):
         if self.head.gate is not None:
             coarse = pages.kernels.coarse_scores(query, pages.basis, pages.scaling, pages.softcap)
         asked = self.head.ask(layer, hidden, pages.positions)
-        return self.head.scores(layer, asked, self._page_keys(pages), Places.of(pages), coarse), asked
+        scores = self.head.scores(layer, asked, self._page_keys(pages), Places.of(pages), coarse)
+        return scores.masked_fill(pages.forced()[:, :, None, None], torch.finfo(scores.dtype).min), asked
 
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
         scores, asked = self.scored(query, pages)
-        wanted = (self.wanted(scores, asked, pages) & visible(pages)).any(3).any(2)  # [B, H, P]
-        chosen, valid = pages.top(pages.weights(scores) + wanted.float(), pages.budget, pages.most[0])
-        return Selection(chosen, valid)
+        wanted = (self.wanted(scores, asked, pages) & free(pages)).any(3).any(2)  # [B, H, P]
+        return self.choose(query, pages, scores, wanted)
 
     def wanted(self, scores: Tensor, asked: Tensor, pages: Pages) -> Tensor:
         """Pages that some query head puts first, whatever their mean weight: bool, the shape of `scores`."""
@@ -216,9 +215,9 @@ class LearnedRouter(Router):
         return hidden
 
     def _page_keys(self, pages: Pages) -> Tensor:
-        if self.name not in pages.derived:
-            pages.derived[self.name] = self._make_page_keys(pages)
-        keys: Tensor = pages.derived[self.name]
+        if self not in pages.derived:
+            pages.derived[self] = self._make_page_keys(pages)
+        keys: Tensor = pages.derived[self]
         return keys
 
     @lasting
@@ -231,9 +230,9 @@ def log_shares(scores: Tensor, among: Tensor) -> Tensor:
     return scores.masked_fill(~among, torch.finfo(scores.dtype).min).log_softmax(-1)
 
 
-def visible(pages: Pages) -> Tensor:
-    """Pages that a query may read, bool `[B, 1, 1, 1 or Q, P]`."""
-    there = pages.present()[:, :, None, None]
+def free(pages: Pages) -> Tensor:
+    """Pages that a query may read and that are not read anyway, bool `[B, 1, 1, 1 or Q, P]`."""
+    there = (pages.present() & ~pages.forced())[:, :, None, None]
     return there if pages.seen is None else there & (pages.seen > 0)[:, None, None]
 
 

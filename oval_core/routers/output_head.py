@@ -18,9 +18,9 @@ from oval_core.routers.learned import (
     LearnedHead,
     LearnedRouter,
     Places,
+    free,
     heaviest,
     log_shares,
-    visible,
 )
 from oval_core.routers.learned_file import ModelSizes
 
@@ -75,4 +75,4 @@ class OutputHeadRouter(LearnedRouter):
 
     def wanted(self, scores: Tensor, asked: Tensor, pages: Pages) -> Tensor:
         """See `LearnedRouter.wanted`."""
-        return heaviest(scores, visible(pages), TOP_PAGES)
+        return heaviest(scores, free(pages), TOP_PAGES)

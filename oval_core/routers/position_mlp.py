@@ -20,9 +20,9 @@ from oval_core.routers.learned import (
     LearnedHead,
     LearnedRouter,
     Places,
+    free,
     heaviest,
     log_shares,
-    visible,
 )
 from oval_core.routers.learned_file import ModelSizes
 
@@ -85,7 +85,7 @@ class PositionMlpRouter(LearnedRouter):
 
     def wanted(self, scores: Tensor, asked: Tensor, pages: Pages) -> Tensor:
         """See `LearnedRouter.wanted`: the pages under the window, and the heaviest."""
-        among, places = visible(pages), Places.of(pages)
+        among, places = free(pages), Places.of(pages)
         radius = radii(log_shares(scores, among), among)
         offset = self.head.offsets(asked)
         position = pages.positions[:, None, None]

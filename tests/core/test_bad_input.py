@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from oval_core import OvalCache, OvalConfig, attach
+from oval_core.attach import binding_of
 from oval_core.layer import OvalLayer
 from oval_core.routers import Pages, Router, Selection
 from oval_core.routers.box import BoxRouter
@@ -376,6 +377,19 @@ class TestRouters:
                 shown = dict(router.shown)
                 assert shown[layer_idx].shape == (2, chunk.shape[1], 64)
                 assert_close(shown[layer_idx], seen[layer_idx], rtol=0, atol=0)
+
+    def test_hidden_states_are_kept_without_gradients_and_not_of_a_prompt(self) -> None:
+        model = llama()
+        with attach(model, OvalConfig(page_size=8, budget_pages=4, router=WitnessRouter())):
+            binding = binding_of(model)
+            assert binding is not None
+            output = model(prompt(80), use_cache=True)
+            assert output.logits.requires_grad
+            assert binding.hidden_states == {}
+            model(prompt(1), cache=output.cache)
+            kept = list(binding.hidden_states.values())
+            assert [tuple(hidden.shape) for hidden in kept] == [(1, 1, 64)] * 2
+            assert not any(hidden.requires_grad for hidden in kept)
 
     def test_a_router_without_a_method_says_what_to_override(self, model: PreTrainedModel) -> None:
         class Unfinished(Router):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oval_core import OvalConfig, attach
 from oval_core.routers import ROUTERS, Pages, Selection
-from oval_core.routers.learned import LearnedHead, LearnedRouter, Places, visible
+from oval_core.routers.learned import LearnedHead, LearnedRouter, Places, free
 from oval_core.routers.learned_file import ModelSizes, load_learned, save_learned
 from oval_core.routers.output_head import OutputHead, OutputHeadRouter
 from oval_core.routers.position_mlp import PositionMlpHead, PositionMlpRouter, encoded, radii, window
@@ -168,8 +168,44 @@ def test_hidden_pages_are_not_wanted() -> None:
     hidden = torch.full((1, 1, 10), 8)
     hidden[..., 2:8] = 0
     pages = dataclasses.replace(pages, seen=hidden, budget=torch.tensor([4]), most=(4, 10))
-    assert visible(pages)[0, 0, 0, 0].tolist() == [True, True, *[False] * 6, True, True]
+    assert free(pages)[0, 0, 0, 0].tolist() == [False, True, *[False] * 6, True, False]  # the others are read anyway
     assert sorted(chosen(router.select(query, pages), 0)) == [0, 1, 8, 9]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_head_says_of_pages_that_are_read_anyway_does_not_count(kind: type[LearnedRouter]) -> None:
+    router = made(kind)
+    query, pages, _ = scene([0], sink_pages=1, window_pages=2, budget_pages=7)
+    expected = router.select(query, pages)
+    forced, plain = pages.forced()[0, 0].nonzero()[:, 0], router.head.scores
+
+    def scores(*inputs: Any) -> Tensor:
+        found: Tensor = plain(*inputs)
+        found[:, :, 0, :, forced] += 50.0
+        return found
+
+    router.head.scores = scores
+    found = router.select(query, pages)
+    assert torch.equal(found.mask(10), expected.mask(10))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_routers_of_a_kind_may_look_at_the_same_pages(kind: type[LearnedRouter]) -> None:
+    query, pages, _ = scene([0])
+    heads = [lively(kind.head_class(SIZES, dim=8), seed) for seed in range(2)]
+    alone = [kind(head).score(query, dataclasses.replace(pages, derived={})) for head in heads]
+    for head, expected in zip(heads, alone, strict=True):
+        torch.testing.assert_close(kind(head).score(query, pages), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_that_are_no_numbers_are_refused(kind: type[LearnedRouter]) -> None:
+    router = made(kind)
+    with torch.no_grad():
+        router.head.key.fill_(torch.nan)
+    query, pages, _ = scene([0])
+    with pytest.raises(ValueError, match="NaN"):
+        router.select(query, pages)
 
 
 def test_positions_are_absolute() -> None:
@@ -187,7 +223,9 @@ def test_places_do_without_padding() -> None:
     places = Places.of(pages)
     assert places.starts[1, :5].tolist() == [0, 8, 16, 24, 32]
     assert places.positions.tolist() == [[80], [43]]
-    assert places.features()[1, 0, :3, -1].tolist() == [1, 0, 0]
+    back = 43 - torch.tensor([3.5, 11.5, 19.5])  # tokens from the pages' middles
+    torch.testing.assert_close(places.features()[1, 0, :3, 0], back.log1p() / math.log(1024))
+    torch.testing.assert_close(places.features()[1, 0, :3, -1], torch.exp(-back / 1024))
 
 
 def asked_by_hand(head: Any, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -207,13 +245,13 @@ def asked_by_hand(head: Any, hidden: Tensor, positions: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_by_formula(kind: type[LearnedRouter]) -> None:
     router = made(kind, coarse=True)
-    query, pages, made_of = scene([0])
+    query, pages, made_of = scene([0], sink_pages=0, window_pages=0)
     head = router.head
     head.hidden_scale.copy_(torch.rand(HIDDEN) + 0.5)
     head.key_mean.normal_()
     asked = asked_by_hand(head, made_of["hidden"][0, 0], pages.positions)
     keys = (pages.basis.coarse()[0][0, 1] - head.key_mean[0, 1]) @ head.key[0, 1].T
-    place = Places.of(pages).features()[0, 0] @ asked[8:14]
+    place = Places.of(pages).features()[0, 0] @ asked[8:13]
     coarse = pages.kernels.coarse_scores(query, pages.basis, pages.scaling, None)[0, 1, 1, 0]
     expected = (keys @ asked[:8] + place) / math.sqrt(8) + head.gate[0, 1] * coarse
     torch.testing.assert_close(router.score(query, pages)[0, 1, 1, 0], expected, atol=1e-2, rtol=1e-2)
