@@ -23,11 +23,11 @@ from benchmarks.alternating import WARM_UP_ROUNDS
 from benchmarks.decode import KeysValues, fill, resized, stepper, twin
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.settings import head_dim_of
 from benchmarks.tiers import time_tiers
 from demos.smollm2 import load_model
 from oval_core import OvalConfig, attach
 from oval_core.kernels import cpu_loops
+from oval_core.model_shape import head_dim_of
 from oval_core.page_store import PageStore
 from oval_core.sealed_pages import SealedPages
 

@@ -13,8 +13,8 @@ from benchmarks.alternating import WARM_UP_ROUNDS, median_ms, speedup, time_in_t
 from benchmarks.decode import KeysValues, fill, stepper, twin
 from benchmarks.gpu_clock import lacking_memory, step_clock
 from benchmarks.gpu_rows import Row
-from benchmarks.settings import head_dim_of
 from oval_core import OvalConfig, attach
+from oval_core.model_shape import head_dim_of
 
 LLAMA_8B: dict[str, Any] = {  # meta-llama/Llama-3.1-8B
     "vocab_size": 128256,

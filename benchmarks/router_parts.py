@@ -10,17 +10,18 @@ from typing import Any
 
 from benchmarks.page_sizes import FIXED, MOST_TOKENS
 from benchmarks.settings import Setting
-from benchmarks.variants import make_variant
+from benchmarks.variants import GRAPH_EVERY, LEAST_COSINES, LOCALITY_WEIGHTS, REUSED_LONG, make_variant
 from oval_core import OvalConfig
 from oval_core.page_sizing import SelfSizedPages
 from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE, load_router
 from oval_core.routers import Router
 
 PAGE_SIZE, LEAST_BUDGET = 16, 3
-HIT_RATE_EVERY = 5  # steps: not in time with the selection cache, which selects at every fourth at least
 DEFAULTS = ("basis", "box")
-LOCALITY = ("basis + decay 0.25", "basis + decay 0.5", "basis + graph 0.25", "basis + graph 0.5")
-SELECTION_CACHE = ("basis reused 0.9", "basis reused 0.8", "basis reused 0.8 long", "basis reused -1.0")
+LOCALITY = tuple(f"basis + decay {weight}" for weight in LOCALITY_WEIGHTS) + tuple(
+    f"basis + graph {weight}, every {GRAPH_EVERY}" for weight in LOCALITY_WEIGHTS
+)
+SELECTION_CACHE = (*(f"basis reused {cosine}" for cosine in LEAST_COSINES), REUSED_LONG)
 LEARNED_ON = ("passages", "context_tokens", "asked_tokens", "steps", "batch", "budget_pages")  # of a training's record
 
 
@@ -50,7 +51,7 @@ class Part(Setting):
         """Tokens a page, for a table."""
         return str(self.page_size) if self.policy is None else f"self-sized, mean {self.page_tokens}"
 
-    def config(self, stats_every: int = HIT_RATE_EVERY) -> OvalConfig:
+    def config(self, stats_every: int = 1) -> OvalConfig:
         """See `Setting.config`."""
         chosen: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Setting)}
         chosen |= {"router": self.made or make_variant(self.router), "page_policy": self.policy, "impl": self.impl}

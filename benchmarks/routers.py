@@ -30,10 +30,11 @@ from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.quality import COMPILED
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.router_parts import Part, Repair, learned, learned_on, repairs, untrained
-from benchmarks.settings import head_dim_of, paid_for
+from benchmarks.settings import paid_for
 from benchmarks.teacher_forcing import WARM_UP_TOKENS, Prefix, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
+from oval_core.model_shape import head_dim_of
 from oval_core.routers.selection_cache import HITS, MISSES
 
 PASSES = 2  # one for the quality, one for the time

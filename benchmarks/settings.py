@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from benchmarks.variants import DECAY_WEIGHTS, GRAPH_WEIGHTS, LEAST_COSINES, make_variant
+from benchmarks.variants import make_variant
 from oval_core import OvalConfig
 from oval_core.basis import PageBasis
 from oval_core.routers import make_router
 
 BYTES_PER_ELEMENT = 2  # bfloat16
 SHARES = (0.12, 0.16, 0.20)
-
-
-def head_dim_of(config: Any) -> int:
-    """Head dimension of a model with this config."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True)
@@ -88,21 +83,6 @@ def ablations() -> list[Setting]:
         *(replace(box, page_size=size, budget_pages=1536 // size) for size in (8, 32)),
         *(replace(box, router=router) for router in ("box every 2", "box every 4")),
         *(replace(box, router=router) for router in ("box to 80%", "box to 90%", "box to 95%")),
-    ]
-
-
-def locality() -> list[Setting]:
-    """Locality added to the default router, and its selections used again: the same pages and bytes for all."""
-    basis = Setting("basis", 16, 24)
-    return [
-        basis,
-        *(replace(basis, router=f"basis + decay {weight}") for weight in DECAY_WEIGHTS),
-        *(
-            replace(basis, router=f"basis + {kind} {weight}")
-            for kind in ("shares", "graph")
-            for weight in GRAPH_WEIGHTS
-        ),
-        *(replace(basis, router=f"basis reused {cosine}") for cosine in LEAST_COSINES),
     ]
 
 

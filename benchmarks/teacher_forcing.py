@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.differences import differences
-from benchmarks.settings import BYTES_PER_ELEMENT, head_dim_of
+from benchmarks.settings import BYTES_PER_ELEMENT
 from oval_core import OvalConfig, attach
+from oval_core.model_shape import head_dim_of
 
 PREFILL_CHUNK_TOKENS = 1024
 WARM_UP_TOKENS = 1  # the first step over a taken-over cache is dense: its pages are sealed at the second

@@ -11,10 +11,10 @@ import torch
 from numba import njit
 
 from benchmarks.layer import random_layer
-from benchmarks.settings import head_dim_of
 from oval_core import OvalConfig
 from oval_core.kernels import cpu
 from oval_core.kernels import cpu_loops as loops
+from oval_core.model_shape import head_dim_of
 
 REPEATS = 50
 

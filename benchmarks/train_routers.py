@@ -64,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--repair-passages", type=int, default=9, help="for a repair (default: %(default)s)")
     add("--context", type=int, default=4096, help="tokens of each (default: %(default)s)")
     add("--asked", type=int, default=32, help="queries of each stop (default: %(default)s)")
-    add("--steps", type=int, default=2000, help="of a router; a repair takes a quarter (default: %(default)s)")
+    add("--steps", type=int, default=1000, help="of a router; a repair takes a quarter (default: %(default)s)")
     add("--budget", type=int, default=47, help="pages a KV head, for hit rates (default: %(default)s)")
     return parser.parse_args(arguments)
 

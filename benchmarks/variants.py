@@ -17,8 +17,12 @@ from oval_core.routers.quest import QuestRouter
 from oval_core.routers.selection_cache import SelectionCacheRouter
 
 SCALE_BYTES = 4
-DECAY_WEIGHTS, GRAPH_WEIGHTS = (0.25, 0.5, 1.0), (0.25, 0.5, 1.0)  # nats
-LEAST_COSINES = (-1.0, 0.5, 0.7, 0.8, 0.9)
+LOCALITY_WEIGHTS = (0.25, 0.5)  # nats
+LEAST_COSINES = (0.9, 0.8, -1.0)
+GRAPH_EVERY = 16  # steps: few positions are read, so that it cannot be the hundred of the default
+
+
+REUSED_LONG = "basis reused 0.8, 16 kept for 64 steps"
 
 
 class Int8QuestRouter(QuestRouter):
@@ -71,11 +75,13 @@ def make_variant(name: str) -> str | Router:
     made: dict[str, Callable[[], Router]] = {
         Int8QuestRouter.name: Int8QuestRouter,
         **{f"box every {every}": partial(ReusingRouter, every) for every in (2, 4)},
-        **{f"basis + decay {weight}": _locality(decay_weight=weight) for weight in DECAY_WEIGHTS},
-        **{f"basis + shares {weight}": _locality(graph_weight=weight) for weight in GRAPH_WEIGHTS},
-        **{f"basis + graph {weight}": _locality(graph_weight=weight, refresh_tokens=4) for weight in GRAPH_WEIGHTS},
+        **{f"basis + decay {weight}": _locality(decay_weight=weight) for weight in LOCALITY_WEIGHTS},
+        **{
+            f"basis + graph {weight}, every {GRAPH_EVERY}": _locality(graph_weight=weight, refresh_tokens=GRAPH_EVERY)
+            for weight in LOCALITY_WEIGHTS
+        },
         **{f"basis reused {cosine}": _reused(cosine) for cosine in LEAST_COSINES},
-        "basis reused 0.8 long": _reused(0.8, steps=64, entries=16),
+        REUSED_LONG: _reused(0.8, steps=64, entries=16),
         **{f"box to {target:.0%}": partial(CoverageRouter, target) for target in (0.8, 0.9, 0.95)},
     }
     return made[name]() if name in made else name

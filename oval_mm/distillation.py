@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from oval_core.model_shape import head_dim_of
 from oval_core.training_state import share_of_rate
 from oval_mm.concepts import SCENE, concept_list, make_concept_space
 from oval_mm.head_file import save_head
@@ -61,7 +62,7 @@ def make_embedding(kind: str, model: Any, clip: str | None, concepts: Sequence[s
         return PlaceEmbedding()
     if kind == MEAN_KEY:
         text = model.config.get_text_config(decoder=True)
-        return MeanKeyEmbedding(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        return MeanKeyEmbedding(head_dim_of(text))
     space = make_concept_space(str(clip), concepts).to(model.device)
     return ConceptEmbedding(space.with_random_texts(seed) if kind == RANDOM else space, kind)
 

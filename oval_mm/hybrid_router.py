@@ -18,6 +18,7 @@ from oval_core.basis import PageBasis
 from oval_core.config import AUTO, ROUTER_OF_DEVICE
 from oval_core.kernels.api import Partial
 from oval_core.memory import lasting
+from oval_core.model_shape import head_dim_of
 from oval_core.routers import Pages, Router, Selection
 from oval_core.routers.basis import BasisRouter
 from oval_core.routers.box import BoxRouter
@@ -83,8 +84,7 @@ class HybridRouter(Router):
             raise ValueError(f"the routing head is for another model: expected {wanted}, got {have}")
         text, vision = model.config.get_text_config(decoder=True), getattr(model.config, "vision_config", None)
         if isinstance(self.embedding, MeanKeyEmbedding):
-            head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            _require_width("keys", head_dim, self.embedding.size)
+            _require_width("keys", head_dim_of(text), self.embedding.size)
         if isinstance(self.embedding, ConceptEmbedding):
             width = getattr(vision, "hidden_size", None) or getattr(vision, "embed_dim", None)
             _require_width("patches", width, len(self.embedding.space.projection))

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.rivals.late_questions import MAX_PROMPTS, LateQuestions, make_prompt, score_answers
-from benchmarks.settings import Setting, head_dim_of, paid_for
+from benchmarks.settings import Setting, paid_for
 from benchmarks.teacher_forcing import compare, prefill
 from demos.smollm2 import load_model
+from oval_core.model_shape import head_dim_of
 
 Row = dict[str, Any]
 Advance = Callable[[int], object]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from oval_core.model_shape import head_dim_of
 from oval_core.tensor_file import read_tensors, require_tensors
 
 FORMAT = "oval learned router 1"
@@ -40,8 +41,7 @@ class ModelSizes:
         config = model.config.get_text_config(decoder=True)
         queries = config.num_attention_heads
         heads = getattr(config, "num_key_value_heads", None) or queries
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-        return ModelSizes(config.num_hidden_layers, heads, queries // heads, config.hidden_size, head_dim)
+        return ModelSizes(config.num_hidden_layers, heads, queries // heads, config.hidden_size, head_dim_of(config))
 
 
 class LearnedModule(nn.Module):
