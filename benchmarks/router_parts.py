@@ -14,7 +14,7 @@ from benchmarks.variants import GRAPH_EVERY, LEAST_COSINES, LOCALITY_WEIGHTS, RE
 from oval_core import OvalConfig
 from oval_core.page_sizing import SelfSizedPages
 from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE, load_router
-from oval_core.routers import Router
+from oval_core.routers.learned import LearnedRouter
 
 PAGE_SIZE, LEAST_BUDGET = 16, 3
 DEFAULTS = ("basis", "box")
@@ -38,7 +38,7 @@ class Part(Setting):
 
     impl: str = "auto"
     policy: SelfSizedPages | None = None
-    made: Router | None = None
+    made: LearnedRouter | None = None
     train_s: float | None = None
 
     @property
@@ -50,6 +50,14 @@ class Part(Setting):
     def pages(self) -> str:
         """Tokens a page, for a table."""
         return str(self.page_size) if self.policy is None else f"self-sized, mean {self.page_tokens}"
+
+    def weights_ratio(self, context: int) -> float | None:
+        """Weights of a trained head over the numbers in a dense cache, of one layer; None: it has none."""
+        if self.made is None:
+            return None
+        head = self.made.head
+        weights = sum(tensor.numel() for tensor in head.state_dict().values()) / head.sizes.layers
+        return float(weights / (2 * context * head.sizes.heads * head.sizes.head_dim))
 
     def config(self, stats_every: int = 1) -> OvalConfig:
         """See `Setting.config`."""

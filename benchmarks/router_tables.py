@@ -33,9 +33,16 @@ def routers_table(result: Result) -> str:
         f"dense bytes, texts: {', '.join(result['texts'])}. Hit rate: share of the attention mass on pages that are "
         "read; what `basis` estimates is not in it. Reused: selections that a selection cache did not make anew. "
         "Layer: selecting and reading at one step; *: compiled, the others in PyTorch. Training: its steps alone"
-        f"{''.join(map(_learned_on, result['learned_on']))}."
+        f"{''.join(map(_learned_on, result['learned_on']))}.{_weights(result['rows'])}"
     )
     return f"{table(HEAD, lines)}\n\n{source(result)} {words}"
+
+
+def _weights(rows: list[dict[str, Any]]) -> str:
+    found = [f"{row['router']} {row['weights_ratio']:.1%}" for row in rows if row["weights_ratio"] is not None]
+    if not found:
+        return ""
+    return f" A trained head's own weights, read at every step, are not in the bytes: {', '.join(found)} of them."
 
 
 def _learned_on(settings: dict[str, int]) -> str:

@@ -46,6 +46,8 @@ class Row:
 
     `step_ms` is what a layer spends at a step selecting and reading, `compiled` whether both are one compiled call;
     `reused` is the share of the selections that a selection cache did not make anew, over layers, steps and texts;
+    `weights_ratio` is what a trained head reads of its own at every step and layer, whatever the batch, over a dense
+    cache of one row, if both are stored alike; it is not in `bytes_ratio`.
     `train_s` are the seconds of a training's steps, without those in which the dense model showed what to learn.
     """
 
@@ -59,6 +61,7 @@ class Row:
     train_s: float | None
     compiled: bool | None = None
     reused: float | None = None
+    weights_ratio: float | None = None
     kl_texts: dict[str, float] = field(default_factory=dict)
 
 
@@ -109,6 +112,7 @@ def _row(part: Part, model: PreTrainedModel, prefixes: dict[str, Prefix], progre
         step_ms=mean(_layer_ms(model, prefix, part, advance) for prefix in prefixes.values()),
         train_s=part.train_s,
         compiled=compiled,
+        weights_ratio=part.weights_ratio(next(iter(prefixes.values())).tokens.shape[1]),
         reused=_reused([result.stats["router_counts"] for result in results.values()]),
         kl_texts={name: mean(result.kl) for name, result in results.items()},
     )
