@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.settings import Setting, ablations, equal_bytes, frontier, quick
+from benchmarks.settings import Setting, ablations, equal_bytes, frontier, page_sizes, quick
 from benchmarks.teacher_forcing import WARM_UP_TOKENS, Comparison, compare, prefill
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
@@ -30,8 +30,11 @@ from oval_core.kernels.cpu import FUSED_ROUTERS
 from oval_core.model_shape import head_dim_of
 
 COMPILED = tuple(router.name for router in FUSED_ROUTERS)
-GROUPS = ("frontier", "equal", "ablation", "quick")
-_GROUPS_HELP = "settings: from few to many pages; OVAL and rivals at 12, 16 and 20 %% of the bytes; one choice changed"
+GROUPS = ("frontier", "equal", "pages", "ablation", "quick")
+_GROUPS_HELP = (
+    "settings: from few to many pages; OVAL and rivals at 12, 16 and 20 %% of the bytes; pages of other sizes at equal "
+    "bytes; one choice changed"
+)
 Entry = tuple[str, float | None, Setting]  # group, share of the bytes that it was made for, setting
 Plan = list[Entry]
 
@@ -99,10 +102,12 @@ def _stretches(texts: list[Tensor], places: int, context: int) -> Tensor:
 
 
 def _plan(options: argparse.Namespace, context: int, model: PreTrainedModel) -> Plan:
+    head_dim = head_dim_of(model.config)
     groups: dict[str, Plan] = {
         "quick": [("quick", None, setting) for setting in quick()],
         "frontier": [("frontier", None, setting) for setting in frontier()],
-        "equal": [("equal", share, setting) for share, setting in equal_bytes(context, head_dim_of(model.config))],
+        "equal": [("equal", share, setting) for share, setting in equal_bytes(context, head_dim)],
+        "pages": [("pages", share, setting) for share, setting in page_sizes(context, head_dim)],
         "ablation": [("ablation", None, setting) for setting in ablations()],
     }
     return [entry for name in options.groups for entry in groups[name]]

@@ -128,6 +128,7 @@ def breakdown_table(result: Result) -> str:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "quality": (("quality",), quality_table),
     "quality_equal": (("quality_equal",), quality_equal_table),
+    "quality_pages": (("quality_pages",), quality_ablation_table),
     "quality_ablation": (("quality_ablation",), quality_ablation_table),
     "routers": (("routers",), routers_table),
     "rivals": (("rivals_kvpress", "rivals_oval", "quality_equal"), rivals_table),

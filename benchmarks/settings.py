@@ -70,6 +70,12 @@ def equal_bytes(context: int, head_dim: int) -> list[tuple[float, Setting]]:
     return [(share, paid_for(kind, share, context, head_dim)) for share in SHARES for kind in kinds]
 
 
+def page_sizes(context: int, head_dim: int) -> list[tuple[float, Setting]]:
+    """Pages of several sizes, each with as many as a share of the dense bytes pays for."""
+    kinds = [Setting(router, size, 3) for router in ("basis", "box") for size in (8, 16, 32)]
+    return [(share, paid_for(kind, share, context, head_dim)) for share in (0.16, 0.20, 0.30) for kind in kinds]
+
+
 def ablations() -> list[Setting]:
     """One choice changed at a time."""
     basis, box = Setting("basis", 16, 32), Setting("box", 16, 96)
