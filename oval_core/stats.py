@@ -27,11 +27,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TraceEntry:
-    """One selection: decoding step, layer index, and which pages were read, bool `[B, H, P]` on the CPU."""
+    """One selection: decoding step, layer index, which pages were read, bool `[B, H, P]` on the CPU, and the pages
+    that each row has: of P, those of the fullest row.
+    """
 
     step: int
     layer_idx: int
     read: Tensor
+    counts: tuple[int, ...]
 
 
 class Recorder:
@@ -127,7 +130,7 @@ class Recorder:
         if self.samples:
             self._hit_rates.append(_hit_rate(*look(), read))
         if self.trace is not None:
-            self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu()))
+            self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu(), tuple(layer.pages.counts)))
 
     @contextmanager
     def tracing(self) -> Iterator[list[TraceEntry]]:

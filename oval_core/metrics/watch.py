@@ -28,11 +28,11 @@ class Snapshot:
 
     Attributes:
         report: of `handle.stats()`.
-        selections: by layer index, which pages the newest traced steps read, oldest first: bool `[B, H, P]` on the CPU.
+        selections: by layer index, what the newest traced steps read, oldest first.
     """
 
     report: Mapping[str, Any] = field(default_factory=dict)
-    selections: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    selections: Mapping[int, tuple[TraceEntry, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Watch:
         self.snapshot = Snapshot()
         self._handle, self._recorder = handle, binding.recorder
         self._trace_every, self._refresh_s, self._refreshed_s = trace_every, refresh_s, -float("inf")
-        self._selections: dict[int, deque[Tensor]] = defaultdict(lambda: deque(maxlen=keep_selections))
+        self._selections: dict[int, deque[TraceEntry]] = defaultdict(lambda: deque(maxlen=keep_selections))
         self._tokens: list[Tensor] = []
         self._alarms: list[_Alarm] = []
         self._pass: tuple[ExitStack, list[TraceEntry], int] = (ExitStack(), [], 0)
@@ -146,7 +146,7 @@ class Watch:
         stack, entries, rates_before = self._pass
         stack.close()
         for entry in entries:
-            self._selections[entry.layer_idx].append(entry.read)
+            self._selections[entry.layer_idx].append(entry)
         if time.monotonic() - self._refreshed_s >= self._refresh_s:
             kept = {layer: tuple(selections) for layer, selections in self._selections.items()}
             self.snapshot, self._refreshed_s = Snapshot(self._handle.stats(), kept), time.monotonic()

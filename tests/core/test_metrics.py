@@ -18,6 +18,7 @@ from oval_core import Handle, OvalConfig, attach
 from oval_core.metrics import HEALTHY, MEANINGS, OvalCollector, health, readings
 from oval_core.metrics.page_use import MOST_PAGES, graph_density, head_use
 from oval_core.metrics.watch import LAST_TOKENS, Snapshot, Watch
+from oval_core.stats import TraceEntry
 from tests.core.tiny_models import generate, llama, prompt
 
 CONFIG = OvalConfig(page_size=8, budget_pages=5, seal_tokens=1, router="box", impl="reference", stats_every=2)
@@ -29,12 +30,17 @@ def handle() -> Iterator[Handle]:
         yield handle
 
 
-def selection(*pages: int, of: int = 6) -> Tensor:
+def entry(read: Tensor, *counts: int) -> TraceEntry:
+    """A step of rows that have `counts` pages, all of them if nothing is said."""
+    return TraceEntry(1, 0, read, counts or (read.shape[2],) * len(read))
+
+
+def selection(*pages: int, of: int = 6) -> TraceEntry:
     """One step of one row and two KV heads; the second reads page 0 alone."""
     read = torch.zeros(1, 2, of, dtype=torch.bool)
     read[0, 0, [*pages]] = True
     read[0, 1, 0] = True
-    return read
+    return entry(read)
 
 
 def test_the_graph_by_hand() -> None:
@@ -50,20 +56,48 @@ def test_the_graph_by_hand() -> None:
 def test_the_graph_of_nothing() -> None:
     assert graph_density({}) is None
     assert graph_density({0: [selection(0)]}) is None
-    assert graph_density({0: [torch.ones(1, 1, 1, dtype=torch.bool)] * 3}) is None
+    assert graph_density({0: [entry(torch.ones(1, 1, 1, dtype=torch.bool))] * 3}) is None
 
 
 def test_the_graph_of_many_pages_is_sampled() -> None:
     pages = 3 * MOST_PAGES
     every = torch.ones(1, 1, pages, dtype=torch.bool)
-    assert graph_density({0: [every, every]}) == 1
-    assert graph_density({0: [torch.zeros_like(every), ~every]}) == 0
+    assert graph_density({0: [entry(every)] * 2}) == 1
+    assert graph_density({0: [entry(~every)] * 2}) == 0
 
 
 def test_the_use_of_heads() -> None:
     """Over pages that became more on the way; steps of another batch do not count."""
-    steps = [torch.ones(3, 2, 9, dtype=torch.bool), selection(0, 1, of=4), selection(1, 2, of=6)]
+    steps = [entry(torch.ones(3, 2, 9, dtype=torch.bool)), selection(0, 1, of=4), selection(1, 2, of=6)]
     assert head_use(steps) == pytest.approx([3 / 6, 1 / 6])
+    assert head_use([entry(torch.ones(1, 2, 0, dtype=torch.bool))]) == []
+
+
+def test_a_batch_is_the_mean_of_its_rows() -> None:
+    """Rows with fewer pages than the fullest one; a row with one page or none has no pairs."""
+    long, short = torch.rand(2, 5, 40) < 0.3, torch.rand(2, 5, 8) < 0.5
+    batch = torch.zeros(3, 2, 5, 40, dtype=torch.bool)
+    batch[0], batch[1, :, :, :8] = long, short
+    both = [entry(read, 40, 8, 0) for read in batch.unbind(2)]
+    alone = [[entry(read[None]) for read in row.unbind(1)] for row in (long, short)]
+    assert graph_density({0: both}) == pytest.approx(sum(graph_density({0: row}) or 0 for row in alone) / 2)
+    uses = [head_use(row) for row in alone]
+    assert head_use(both) == pytest.approx([sum(heads) / 2 for heads in zip(*uses, strict=True)])
+
+
+def test_a_padded_batch_is_the_mean_of_its_rows() -> None:
+    text, mask = prompt(200, rows=2), torch.ones(2, 200, dtype=torch.long)
+    mask[1, :120] = 0
+    found = []
+    for rows, start in ((slice(0, 2), 0), (slice(0, 1), 0), (slice(1, 2), 120)):
+        with attach(llama(), CONFIG) as handle, Watch(handle, trace_every=1, refresh_s=0) as watch:
+            generate(handle.model, text[rows, start:], attention_mask=mask[rows, start:], max_new_tokens=12)
+            selections = watch.snapshot.selections
+            found.append([graph_density(selections) or 0, *head_use(selections[0]), *head_use(selections[1])])
+    both, *alone = map(torch.tensor, found)
+    torch.testing.assert_close(both, torch.stack(alone).mean(0))
+    assert both[0] > 0
+    assert not torch.allclose(*alone)
 
 
 def test_health_names_what_is_out_of_range() -> None:
@@ -101,9 +135,9 @@ def test_a_watch_is_bounded_and_traces_now_and_then(handle: Handle) -> None:
     with Watch(handle, trace_every=3, keep_selections=2, refresh_s=0) as watch, handle.trace() as entries:
         generate(handle.model, prompt(120), max_new_tokens=13)
         kept = watch.snapshot.selections
-    wanted = [entry for entry in entries if entry.layer_idx == 1 and entry.step in (9, 12)]
+    wanted = [one for one in entries if one.layer_idx == 1 and one.step in (9, 12)]
     assert len(wanted) == 2
-    assert all(torch.equal(entry.read, read) for entry, read in zip(wanted, kept[1], strict=True))
+    assert all(torch.equal(one.read, other.read) for one, other in zip(wanted, kept[1], strict=True))
 
 
 def test_snapshots_are_not_made_more_often_than_asked(handle: Handle) -> None:

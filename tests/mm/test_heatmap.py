@@ -37,7 +37,7 @@ def entry(step: int, layer: int, *heads: list[int], pages: int = 4) -> TraceEntr
     read = torch.zeros(1, len(heads), pages, dtype=torch.bool)
     for head, numbers in enumerate(heads):
         read[0, head, numbers] = True
-    return TraceEntry(step, layer, read)
+    return TraceEntry(step, layer, read, (pages,))
 
 
 def test_runs_of_patches_get_the_share_of_layers_and_heads() -> None:
@@ -98,7 +98,7 @@ def test_padding_before_the_pages_is_left_out() -> None:
 
 def test_spans_without_a_grid_have_no_heat_and_several_rows_are_refused() -> None:
     assert answer_heat([], {0: page_table()}, [ImageSpan(0, 3, 27)], [1]) == []
-    two_rows = TraceEntry(1, 0, torch.ones(2, 1, 4, dtype=torch.bool))
+    two_rows = TraceEntry(1, 0, torch.ones(2, 1, 4, dtype=torch.bool), (4, 4))
     with pytest.raises(ValueError, match="the trace of one row, got 2"):
         answer_heat([two_rows], {0: page_table()}, [SPAN], [1])
     with pytest.raises(ValueError, match=r"with the span \[3, 99\), got 29 tokens"):
