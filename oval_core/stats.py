@@ -56,7 +56,7 @@ class Recorder:
         self.dense_steps: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self._noted: set[tuple[int, str]] = set()
-        self._bytes_read = self._bytes_dense = self._metadata_bytes = 0
+        self._bytes_read = self._bytes_dense = self._bytes_budgeted = self._metadata_bytes = 0
         self._pages = self._selections = 0
         self._hit_rates: list[Tensor] = []
         self._route_s: list[float] = []
@@ -94,6 +94,7 @@ class Recorder:
             dense_bytes = sum(layer.store.lengths) * layer.store.storage[0].shape[1] * layer.store.token_bytes
             self._bytes_read += dense_bytes
             self._bytes_dense += dense_bytes
+            self._bytes_budgeted += _budgeted_bytes(layer)
 
     def timed(self, select: Callable[..., Result], query: Tensor, *arguments: Any) -> Result:
         """Time `select(query, *arguments)`; on an accelerator at sampled steps only, for it waits for the device."""
@@ -117,6 +118,7 @@ class Recorder:
         self._metadata_bytes += metadata
         self._bytes_read += metadata + heads * token_bytes * sum(table.open_tokens for table in layer.tables)
         self._bytes_dense += heads * token_bytes * sum(layer.store.lengths)
+        self._bytes_budgeted += _budgeted_bytes(layer)
         self._pages = max(self._pages, max(counts) + 1)
         self._selections += heads * len(counts)
         self._router_counts.update(selection.counts or {})
@@ -165,6 +167,7 @@ class Recorder:
             "pages_read_mean": selected / self._selections + 1 if self._selections else None,
             "bytes_read": bytes_read,
             "bytes_dense": self._bytes_dense,
+            "bytes_budgeted": self._bytes_budgeted,
             "metadata_bytes": self._metadata_bytes,
             "read_ratio": bytes_read / self._bytes_dense if self._bytes_dense else None,
             "dense_steps": dict(self.dense_steps),
@@ -182,6 +185,13 @@ def _hit_rate(query: Tensor, pages: Pages, read: Tensor) -> Tensor:
     hit = (pages.weights(exact_log_mass(query, pages)) * read).sum(-1)  # [B, H]
     counts = pages.present().any(-1).expand_as(hit)  # a row without pages has no mass to miss
     return (hit * counts).sum() / counts.sum().clamp_min(1)
+
+
+def _budgeted_bytes(layer: OvalLayer) -> int:
+    """Bytes of the keys and values in full pages of the budget, or of all tokens where these are fewer."""
+    config, rows = layer.config, zip(layer.tables, layer.store.lengths, strict=True)
+    tokens = sum(min(length, config.budget_for(table.num_pages) * config.page_size) for table, length in rows)
+    return layer.store.storage[0].shape[1] * layer.store.token_bytes * tokens
 
 
 def _metadata_bytes(layer: OvalLayer) -> int:

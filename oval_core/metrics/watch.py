@@ -29,10 +29,12 @@ class Snapshot:
     Attributes:
         report: of `handle.stats()`.
         selections: by layer index, what the newest traced steps read, oldest first.
+        device_type: where the model runs, "cpu" or "cuda", say.
     """
 
     report: Mapping[str, Any] = field(default_factory=dict)
     selections: Mapping[int, tuple[TraceEntry, ...]] = field(default_factory=dict)
+    device_type: str = "cpu"
 
 
 @dataclass
@@ -149,7 +151,8 @@ class Watch:
             self._selections[entry.layer_idx].append(entry)
         if time.monotonic() - self._refreshed_s >= self._refresh_s:
             kept = {layer: tuple(selections) for layer, selections in self._selections.items()}
-            self.snapshot, self._refreshed_s = Snapshot(self._handle.stats(), kept), time.monotonic()
+            self.snapshot = Snapshot(self._handle.stats(), kept, self._handle.model.device.type)
+            self._refreshed_s = time.monotonic()
         rates = self._recorder.hit_rates[rates_before:]
         if rates and self._alarms:
             rate = float(torch.stack(rates).mean())

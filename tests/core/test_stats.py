@@ -23,7 +23,7 @@ def report_of(tokens: Tokens, padding: list[int] | None = None, **config: Any) -
 
 def test_nothing_was_read() -> None:
     report = Recorder(small_config()).report()
-    zero = ("steps", "context_tokens", "bytes_read", "bytes_dense", "metadata_bytes")
+    zero = ("steps", "context_tokens", "bytes_read", "bytes_dense", "bytes_budgeted", "metadata_bytes")
     empty: dict[str, dict[str, int]] = {"dense_steps": {}, "impl_fallbacks": {}, "router_counts": {}}
     assert {name: report[name] for name in zero} == dict.fromkeys(zero, 0)
     assert {name: report[name] for name in empty} == empty
@@ -37,8 +37,20 @@ def test_bytes_of_one_step() -> None:
     assert report["metadata_bytes"] == HEADS * 10 * COARSE_BYTES
     assert report["bytes_read"] == (3 * 8 + 3) * TOKEN_BYTES + report["metadata_bytes"]
     assert report["read_ratio"] == report["bytes_read"] / report["bytes_dense"]
+    assert report["bytes_budgeted"] == 4 * 8 * TOKEN_BYTES
     assert (report["pages"], report["pages_read_mean"], report["context_tokens"]) == (11, 4, 83)
     assert (report["steps"], report["dense_steps"]) == (2, {"empty cache": 1})
+
+
+def test_a_dense_step_has_a_budget_too() -> None:
+    """No more than there is, and no more because the step read everything."""
+    for budget, budgeted in ((4, 4 * 8), (40, 82)):
+        attention = filled(small_config(budget_pages=budget), random_tokens(1, 82))
+        attention.recorder.reset()
+        attention.recorder.dense(attention.layer, 1, "a reason")
+        report = attention.recorder.report()
+        assert report["bytes_dense"] == report["bytes_read"] == 82 * TOKEN_BYTES
+        assert report["bytes_budgeted"] == budgeted * TOKEN_BYTES
 
 
 def test_bytes_of_the_bases() -> None:
