@@ -101,7 +101,7 @@ class OvalCollector:
         ImportError: prometheus_client is not installed.
 
     Attributes:
-        watch: that watch; its `on_low_hit_rate` may start a training.
+        watch: that watch; its `on_low_hit_rate` may ask for a training, see `oval_core.metrics.retrain`.
     """
 
     def __init__(self, handle: Handle, **settings: Any) -> None:

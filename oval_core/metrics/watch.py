@@ -64,25 +64,38 @@ class Watch:
         ValueError: the handle is detached, or a number is out of range.
 
     Attributes:
+        handle: as given, or as given to `follow`.
         snapshot: the newest one; safe to read from any thread.
     """
 
+    handle: Handle
+
     def __init__(self, handle: Handle, trace_every: int = 4, keep_selections: int = 64, refresh_s: float = 1.0) -> None:
-        binding = binding_of(handle.model)
-        if binding is None:
-            raise ValueError("the handle must belong to an attached model, got one that is detached")
         if trace_every < 1 or keep_selections < 1 or refresh_s < 0:
             raise ValueError(
                 "trace_every and keep_selections must be >= 1, refresh_s >= 0, "
                 f"got {trace_every}, {keep_selections}, {refresh_s}"
             )
         self.snapshot = Snapshot()
-        self._handle, self._recorder = handle, binding.recorder
         self._trace_every, self._refresh_s, self._refreshed_s = trace_every, refresh_s, -float("inf")
         self._selections: dict[int, deque[TraceEntry]] = defaultdict(lambda: deque(maxlen=keep_selections))
         self._tokens: list[Tensor] = []
         self._alarms: list[_Alarm] = []
         self._pass: tuple[ExitStack, list[TraceEntry], int] = (ExitStack(), [], 0)
+        self._hooks: list[Any] = []
+        self.follow(handle)
+
+    def follow(self, handle: Handle) -> None:
+        """Watch this handle from now on, also after `close`; what `on_low_hit_rate` was told stays.
+
+        Raises:
+            ValueError: the handle is detached.
+        """
+        binding = binding_of(handle.model)
+        if binding is None:
+            raise ValueError("the handle must belong to an attached model, got one that is detached")
+        self.close()
+        self.handle, self._recorder = handle, binding.recorder
         self._hooks = [
             handle.model.register_forward_pre_hook(self._before, with_kwargs=True),
             handle.model.register_forward_hook(self._after, always_call=True),
@@ -96,7 +109,8 @@ class Watch:
             patience: low samples in a row, `OvalConfig(stats_every)` steps apart, mean over the layers each.
             callback: gets the last `LAST_TOKENS` tokens or fewer, int64 `[B, n]` on the CPU, as they were fed to the
                 model (drafts that were refused and padding included; none where a model is fed embeddings). It runs
-                between two forward passes, in the grad and inference mode of the caller of the model.
+                between two forward passes, in the grad and inference mode of the caller of the model, which is
+                attached: `oval_core.metrics.retrain.Retrainer` trains later.
 
         Raises:
             ValueError: out of range, or the hit rate is never measured.
@@ -131,7 +145,7 @@ class Watch:
             self._selections.clear()
             self._tokens = []
         if self._recorder.step % self._trace_every == 0:
-            entries = stack.enter_context(self._handle.trace())
+            entries = stack.enter_context(self.handle.trace())
         self._pass = (stack, entries, len(self._recorder.hit_rates))
         self._remember(kwargs.get("decoder_input_ids", kwargs.get("input_ids", next(iter(args), None))))
 
@@ -151,7 +165,7 @@ class Watch:
             self._selections[entry.layer_idx].append(entry)
         if time.monotonic() - self._refreshed_s >= self._refresh_s:
             kept = {layer: tuple(selections) for layer, selections in self._selections.items()}
-            self.snapshot = Snapshot(self._handle.stats(), kept, self._handle.model.device.type)
+            self.snapshot = Snapshot(self.handle.stats(), kept, self.handle.model.device.type)
             self._refreshed_s = time.monotonic()
         rates = self._recorder.hit_rates[rates_before:]
         if rates and self._alarms:

@@ -90,6 +90,7 @@ class Run:
             self.trained.load_state_dict(saved["trained"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
+    @torch.enable_grad()
     def through(self, lessons: Sequence[Lesson]) -> list[float]:
         """Take all steps that are left; their losses."""
         losses: list[float] = []
