@@ -25,8 +25,9 @@ from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
 from oval_core import OvalConfig
 from oval_core.page_policy import PagePolicy
-from oval_core.page_sizing import SelfSizedPages, entropy, spread
+from oval_core.page_sizing import ByScore, SelfSizedPages
 from oval_core.page_sizing.head import SizingHead
+from oval_core.page_sizing.self_sized import SHARPNESS
 
 FIXED = (8, 16, 32, 64)
 MOST_TOKENS = 32  # of a page that sizes itself
@@ -79,7 +80,11 @@ def page_sizes(prefix: Prefix, policy: PagePolicy) -> dict[int, int]:
 
 def _kinds(options: argparse.Namespace) -> dict[str, Kind]:
     kinds: dict[str, Kind] = {f"{size} tokens": (size, size, None) for size in FIXED}
-    ways: dict[str, Any] = {"spread": spread, "entropy": entropy}
+    ways: dict[str, Any] = {
+        f"{score}, sharpness {sharpness:g}": ByScore(score, sharpness)
+        for score in ("spread", "entropy")
+        for sharpness in options.sharpness
+    }
     if options.head is not None:
         ways["head"] = SizingHead.load(options.head)
     average = options.mean_tokens
@@ -99,6 +104,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--positions", type=int, default=32, help="last positions of it (default: %(default)s)")
     parser.add_argument("--mean-tokens", type=int, default=16, help="of a page that sizes itself (default: 16)")
+    parser.add_argument("--sharpness", nargs="+", type=float, default=[SHARPNESS], help="of the weights (default: 0.5)")
     parser.add_argument("--tokens-read", nargs="+", type=int, default=[384, 768, 1536], help="budgets, in tokens")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.15, 0.20, 0.30], help="of the dense bytes")
     parser.add_argument("--name", default="page_sizes", help="of the JSON (default: %(default)s)")

@@ -12,11 +12,13 @@ from benchmarks.page_sizes import FIXED, MOST_TOKENS
 from benchmarks.settings import Setting
 from benchmarks.variants import GRAPH_EVERY, LEAST_COSINES, LOCALITY_WEIGHTS, REUSED_LONG, make_variant
 from oval_core import OvalConfig
-from oval_core.page_sizing import SelfSizedPages
+from oval_core.page_sizing import ByScore, SelfSizedPages, SizingHead, entropy, spread
+from oval_core.page_sizing.training import record_of
 from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE, load_router
 from oval_core.routers.learned import LearnedRouter
 
 PAGE_SIZE, LEAST_BUDGET = 16, 3
+SIZING_FILE = "sizing.safetensors"
 DEFAULTS = ("basis", "box")
 LOCALITY = tuple(f"basis + decay {weight}" for weight in LOCALITY_WEIGHTS) + tuple(
     f"basis + graph {weight}, every {GRAPH_EVERY}" for weight in LOCALITY_WEIGHTS
@@ -49,7 +51,10 @@ class Part(Setting):
     @property
     def pages(self) -> str:
         """Tokens a page, for a table."""
-        return str(self.page_size) if self.policy is None else f"self-sized, mean {self.page_tokens}"
+        if self.policy is None:
+            return str(self.page_size)
+        by = self.policy.weigh.score if isinstance(self.policy.weigh, ByScore) else "head"
+        return f"self-sized by {by}, mean {self.page_tokens}"
 
     def weights_ratio(self, context: int) -> float | None:
         """Weights of a trained head over the numbers in a dense cache, of one layer; None: it has none."""
@@ -83,12 +88,13 @@ def untrained() -> list[Part]:
     parts += [Part(name, PAGE_SIZE, LEAST_BUDGET, impl="reference") for name in DEFAULTS]
     for name in DEFAULTS:
         parts += [Part(name, size, LEAST_BUDGET) for size in FIXED if size != PAGE_SIZE]
-        parts += [Part(name, MOST_TOKENS, LEAST_BUDGET, policy=SelfSizedPages())]
+        parts += [Part(name, MOST_TOKENS, LEAST_BUDGET, policy=SelfSizedPages(way)) for way in (spread, entropy)]
     return parts
 
 
 def learned(folder: Path, model: Any) -> list[Part]:
-    """The routers that trainings of `oval_core.training` left in folders of `folder`.
+    """The routers that trainings of `oval_core.training` left in folders of `folder`, and the default routers over
+    pages that are sized by the heads which `oval_core.page_sizing.training` left there.
 
     Raises:
         ValueError: there is none, or one was made for another model than `model`.
@@ -99,8 +105,15 @@ def learned(folder: Path, model: Any) -> list[Part]:
         router.head.require_model(model)
         name = f"{router.name} + coarse" if record["about"]["coarse"] else router.name
         parts.append(Part(name, PAGE_SIZE, LEAST_BUDGET, made=router, train_s=record["train_s"]))
+    for path in sorted(folder.glob(f"*/{SIZING_FILE}")):
+        record = json.loads(record_of(path).read_text())
+        policy, train_s = SelfSizedPages(SizingHead.load(path), record["mean_tokens"]), record["train_s"]
+        parts += [Part(name, MOST_TOKENS, LEAST_BUDGET, policy=policy, train_s=train_s) for name in DEFAULTS]
     if not parts:
-        raise ValueError(f"{folder}: expected folders with a {ROUTER_FILE} of `oval_core.training`, found none")
+        raise ValueError(
+            f"{folder}: expected folders with a {ROUTER_FILE} of `oval_core.training` or a {SIZING_FILE} of "
+            "`oval_core.page_sizing.training`, found none"
+        )
     return parts
 
 

@@ -7,9 +7,9 @@ model is what its training measured on held-out passages.
 
     python -m benchmarks.routers --learned DIR
 
-Every folder in `DIR` is the `--out` of one `python -m oval_core.training`, of a router or of a repair;
-`python -m benchmarks.train_routers --out DIR` trains them all. Bytes, hit rate,
-KL and time are means over the texts.
+Every folder in `DIR` is the `--out` of one `python -m oval_core.training`, of a router or of a repair, or holds a
+`sizing.safetensors`, the `--out` of one `python -m oval_core.page_sizing.training`; `python -m benchmarks.train_routers
+--out DIR` trains all routers and repairs. Bytes, hit rate, KL and time are means over the texts.
 """
 
 from __future__ import annotations

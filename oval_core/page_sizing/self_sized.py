@@ -1,17 +1,18 @@
 """Pages that size themselves: short where keys differ, long where they are alike, at an equal number of pages.
 
-Every token has a weight, its spread or what a trained head makes of it. A chunk of n tokens gets n / mean_tokens pages,
-and every page the same share of the weight. Tokens are assigned to pages softly, by the plan T `[n, P]` of least
+Every token has a weight: one of its scores, sharpened, or what a trained head makes of them. A chunk of n tokens gets
+n / mean_tokens pages, and every page the same share of the weight. Tokens are assigned to pages softly, by the plan
+T `[n, P]` of least
 
     sum_ij T_ij cost_ij - temperature * entropy(T)
-    cost_ij = ||k_i - m_j||^2 / mean_i ||k_i - mean(k)||^2  +  (place_i - j)^2
+    cost_ij = ||k_i - m_j||^2 / mean_i ||k_i - mean(k)||^2  +  nearness * (place_i - j)^2
 
-with m_j the mean key of page j, and place_i the cumulated weight before token i in units of pages: a token belongs to a
-page that is like it and near it. Left alone, tokens would crowd into some pages and leave others empty. Sinkhorn's
-iterations (Cuturi, 2013: scale first the columns, then the rows of exp(-cost / temperature) to given sums, and again)
-balance that: each token hands out its whole weight, and each page holds its capacity, 1/P of all weight. A few
-iterations leave the pages a little unequal where the cost asks for it. Pages end where a token's mean page number moves
-on.
+with m_j the mean key of page j, and place_i the weight of the tokens before i and of half of token i, in units of
+pages, minus one half: the middle of page j is at j. A token belongs to a page that is like it and near it. Left alone,
+tokens would crowd into some pages and leave others empty. Sinkhorn's iterations (Cuturi, 2013: scale first the columns,
+then the rows of exp(-cost / temperature) to given sums, and again) balance that: each token hands out its whole weight,
+and each page holds its capacity, 1/P of all weight. A few iterations leave the pages a little unequal where the cost
+asks for it. Pages end where a token's mean page number moves on.
 
 Long texts are cut chunk by chunk; neighbouring chunks overlap, and each says where pages end in its half of the
 overlap, so that memory for the plans does not grow with the text and no cut is made without tokens on either side.
@@ -34,19 +35,51 @@ from oval_core.page_sizing.token_scores import NAMES, token_scores
 CHUNK_TOKENS, OVERLAP_TOKENS = 512, 64
 ITERATIONS = 5
 TEMPERATURE = 0.25  # of a page's squared width
+NEARNESS = 0.5  # more would keep pages in place whatever the keys are
 LEAST_WEIGHT = 1e-6
+SHARPNESS = 0.5
+ALIKE = 0.04  # standard deviation of a score's logarithms below which its tokens are taken to be alike
+LEAST_MEAN, LEAST_SHARE = 1e-3, 0.05  # of scores; of a score in their mean: below is rounding
 
 Weigh = Callable[[Tensor], Tensor]
 
 
-def spread(scores: Tensor) -> Tensor:
-    """Weights `[n]` without training: the spread of the keys around each token. `scores [n, 4]`: `token_scores`."""
-    return scores[:, NAMES.index("spread")]
+@dataclass(frozen=True)
+class ByScore:
+    """Weights without training: a score of the tokens, sharpened.
+
+    Scores are means over windows, so that they hardly vary (the spread of rotated keys by 4 %): left as they are, they
+    make pages of one size.
+
+    Args:
+        score: one of `token_scores.NAMES`; of the entropy, what it lacks to the largest there can be.
+        sharpness: standard deviation that the logarithms of the weights in a chunk have at least; 0: that of the score.
+            It is less where the score itself varies less than `ALIKE`.
+
+    Raises:
+        ValueError: there is no such score, or the sharpness is negative.
+    """
+
+    score: str
+    sharpness: float = SHARPNESS
+
+    def __post_init__(self) -> None:
+        if self.score not in NAMES:
+            raise ValueError(f"score must be one of {', '.join(NAMES)}, got {self.score!r}")
+        if not self.sharpness >= 0:
+            raise ValueError(f"sharpness must be >= 0, got {self.sharpness}")
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Weights `[n]` > 0 of `scores [n, 4]`, see `token_scores`."""
+        values = scores[:, NAMES.index(self.score)]
+        values = 1 - values if self.score == "entropy" else values
+        logs = (values / values.mean().clamp_min(LEAST_MEAN)).clamp_min(LEAST_SHARE).log()
+        away = logs - logs.mean()
+        varies = away.square().mean().sqrt().clamp_min(ALIKE)
+        return (away * (self.sharpness / varies).clamp_min(1)).exp()
 
 
-def entropy(scores: Tensor) -> Tensor:
-    """The same: how much the attention to the tokens around prefers some to others. `scores` as in `spread`."""
-    return 1 - scores[:, NAMES.index("entropy")]
+spread, entropy = ByScore("spread"), ByScore("entropy")
 
 
 class Chunk(NamedTuple):
@@ -63,8 +96,8 @@ class SelfSizedPages:
     """A `PagePolicy` whose pages are short where the tokens' weights are large.
 
     Args:
-        weigh: gives weights `[n]` >= 0 to scores `[n, 4]` (`token_scores`): `spread`, `entropy`, or a trained
-            `oval_core.page_sizing.head.SizingHead`.
+        weigh: gives weights `[n]` >= 0 to scores `[n, 4]` (`token_scores`): `spread`, `entropy`, another `ByScore`, or
+            a trained `oval_core.page_sizing.head.SizingHead`.
         mean_tokens: tokens a page has on average, before pages beyond `page_size` are split; 1 or more.
 
     Raises:
@@ -117,7 +150,7 @@ def assign(keys: Tensor, weights: Tensor, mean_tokens: int) -> Tensor:
     place = (weights.cumsum(0) - weights / 2) * pages - 0.5  # the middle of page j is at j
     away = place[:, None] - torch.arange(pages, device=keys.device)
     likeness = _distances(keys.transpose(0, 1).flatten(1), torch.softmax(-away.square() / TEMPERATURE, -1))
-    return sinkhorn(likeness + away.square(), weights) / weights[:, None]
+    return sinkhorn(likeness + NEARNESS * away.square(), weights) / weights[:, None]
 
 
 def _distances(states: Tensor, shares: Tensor) -> Tensor:

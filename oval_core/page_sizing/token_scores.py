@@ -6,8 +6,6 @@ Lengths are in units of the stretch's own mean deviation, so that layers and mod
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +17,8 @@ def token_scores(keys: Tensor) -> Tensor:
     """Four numbers a token, in the order of `NAMES`.
 
     change: distance from the token before. contrast: distance between the means of the tokens before and of the tokens
-    from it on. spread: standard deviation around it. entropy: of its attention to the tokens around it, with keys in
-    place of queries, as a share of the largest there can be.
+    from it on. spread: standard deviation around it. entropy: of the attention of the tokens around it to those
+    around them, with keys in place of queries, as a share of the largest that so many tokens can have, mean.
 
     Args:
         keys: `[H, n, D]`, any float dtype; n >= 1.
@@ -37,7 +35,7 @@ def token_scores(keys: Tensor) -> Tensor:
         _change(keys) / unit,
         (after - before).norm(dim=-1) / unit,
         (squares - around.square().sum(-1)).clamp_min(0).sqrt() / unit,
-        _entropy(keys),
+        _window_means(_entropy(keys)[..., None], REACH_TOKENS, REACH_TOKENS).squeeze(-1),
     )
     return torch.stack([score.mean(0) for score in scores], -1)
 
@@ -63,5 +61,6 @@ def _entropy(keys: Tensor) -> Tensor:
     padded = nn.functional.pad(keys, (0, 0, REACH_TOKENS, REACH_TOKENS))
     logits = torch.einsum("hnd,hndw->hnw", keys, padded.unfold(1, width, 1)) * keys.shape[-1] ** -0.5
     there = torch.arange(count, device=keys.device)[:, None] + torch.arange(width, device=keys.device) - REACH_TOKENS
-    share = logits.masked_fill((there < 0) | (there >= count), -torch.inf).softmax(-1)
-    return torch.special.entr(share).sum(-1) / math.log(width)
+    there = (there >= 0) & (there < count)
+    share = logits.masked_fill(~there, -torch.inf).softmax(-1)
+    return (torch.special.entr(share).sum(-1) / there.sum(-1).clamp_min(2).log()).clamp_max(1)

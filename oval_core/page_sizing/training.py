@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from oval_core.page_sizing.head import SizingHead
 from oval_core.page_sizing.self_sized import CHUNK_TOKENS, SelfSizedPages, Weigh, assign, page_error, spread
 from oval_core.page_sizing.token_scores import token_scores
-from oval_core.text_files import read_texts
+from oval_core.text_files import read_texts, tokens_of
 from oval_core.training_state import share_of_rate, write_whole
 
 RATE = 0.02
@@ -86,25 +87,33 @@ def train(layers: Sequence[Layer], steps: int, batch: int, mean_tokens: int, see
 def main(arguments: list[str] | None = None) -> None:
     """Train and save; see `--help`."""
     options, text = _parse(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
-    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    (tokens,) = tokens_of(text, AutoTokenizer.from_pretrained(options.model)).values()
     if len(tokens) < options.stretches * CHUNK_TOKENS:
         raise SystemExit(f"{options.stretches} stretches of {CHUNK_TOKENS} tokens do not fit into {len(tokens)} tokens")
     apart = len(tokens) // options.stretches
     stretches = [layers_of(model, tokens[i * apart :][:CHUNK_TOKENS]) for i in tqdm(range(options.stretches))]
     held_out = [layer for i, layers in enumerate(stretches) if i % HELD_OUT == 0 for layer in layers]
     learned = [layer for i, layers in enumerate(stretches) if i % HELD_OUT for layer in layers]
+    begin = time.perf_counter()
     head = train(learned, options.steps, options.batch, options.mean_tokens, options.seed)
+    record: dict[str, Any] = {"mean_tokens": options.mean_tokens, "train_s": time.perf_counter() - begin}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(options.out, head.save)
     ways: dict[str, Weigh | None] = {"full pages": None, "spread": spread, "head": head}
     sizes = options.mean_tokens, options.page_size
-    print(json.dumps({name: measure(held_out, weigh, *sizes) for name, weigh in ways.items()}))
+    record["measured"] = {name: measure(held_out, weigh, *sizes) for name, weigh in ways.items()}
+    write_whole(record_of(options.out), lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))
+    print(json.dumps(record["measured"]))
 
 
-def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, str]:
-    """The options, and the text that they name."""
+def record_of(head: Path) -> Path:
+    """Beside the file of a head: what it was trained for, how long that took, and what was measured."""
+    return head.with_suffix(".json")
+
+
+def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The options, and the text that they name, by its name."""
     parser = argparse.ArgumentParser(prog="python -m oval_core.page_sizing.training", description=__doc__)
     parser.add_argument("--model", required=True, help="path or hub id of a causal language model")
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text to read")
@@ -122,7 +131,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, str]:
     if options.mean_tokens > options.page_size:
         parser.error(f"--mean-tokens must be at most --page-size {options.page_size}, got {options.mean_tokens}")
     try:
-        return options, read_texts([options.text])[options.text.name]
+        return options, read_texts([options.text])
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

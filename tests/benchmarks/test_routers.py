@@ -14,11 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks import readme, routers
 from benchmarks.attention_clock import attention_clock
-from benchmarks.router_parts import LEARNED_ON, Part, learned, untrained
+from benchmarks.router_parts import LEARNED_ON, SIZING_FILE, Part, learned, untrained
 from benchmarks.settings import Setting, paid_for
 from demos.smollm2 import load_model
 from oval_core import OvalConfig, attach
-from oval_core.page_sizing import SelfSizedPages
+from oval_core.page_sizing import SelfSizedPages, SizingHead
+from oval_core.page_sizing.training import record_of
 from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE
 from oval_core.routers.learned_file import ModelSizes, save_learned
 from oval_core.routers.output_head import OutputHead
@@ -94,7 +95,7 @@ def test_every_part_is_there(model: Path, trained: Path, tmp_path: Path) -> None
     assert plain["kl"] == pytest.approx(box["kl"], abs=1e-6)
     assert (box["compiled"], plain["compiled"]) == (True, False)
     assert rows["box", "8"]["kl"] != box["kl"]
-    assert rows["box", "self-sized, mean 16"]["kl"] != box["kl"]
+    assert len({rows["box", f"self-sized by {by}, mean 16"]["kl"] for by in ("spread", "entropy")} | {box["kl"]}) == 3
 
 
 def test_without_trained_routers_there_are_none(model: Path, tmp_path: Path) -> None:
@@ -114,10 +115,18 @@ def test_folders_of_trained_routers(model: Path, trained: Path, tmp_path: Path) 
         learned(tmp_path / "nothing", None)
 
 
+def test_a_trained_head_sizes_pages_under_the_default_routers(tmp_path: Path) -> None:
+    file = tmp_path / "sizing" / SIZING_FILE
+    SizingHead().save(file)
+    record_of(file).write_text(json.dumps({"mean_tokens": 12, "train_s": 4.5, "measured": {}}))
+    found = [(part.router, part.pages, part.config().page_size, part.train_s) for part in learned(tmp_path, None)]
+    assert found == [(name, "self-sized by head, mean 12", 32, 4.5) for name in ("basis", "box")]
+
+
 def test_a_page_that_sizes_itself_costs_what_it_holds() -> None:
     own = paid_for(Part("box", 32, 3, policy=SelfSizedPages(mean_tokens=16)), 0.2, 4096, 64)
     assert own.budget_pages == paid_for(Setting("box", 16, 3), 0.2, 4096, 64).budget_pages
-    assert (own.pages, own.config().page_size) == ("self-sized, mean 16", 32)
+    assert (own.pages, own.config().page_size) == ("self-sized by spread, mean 16", 32)
     sizes = {part.page_size for part in untrained() if part.router == "box" and part.policy is None}
     assert sizes == {8, 16, 32, 64}
 

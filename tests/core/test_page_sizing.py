@@ -20,6 +20,7 @@ from oval_core.page_sizing.head import SizingHead
 from oval_core.page_sizing.self_sized import (
     CHUNK_TOKENS,
     OVERLAP_TOKENS,
+    ByScore,
     SelfSizedPages,
     assign,
     chunks,
@@ -115,6 +116,42 @@ def test_pages_are_short_where_keys_differ() -> None:
     assert per_token[1] > 3 * per_token[0]
 
 
+@pytest.mark.parametrize("weigh", [spread, entropy])
+def test_sizes_follow_the_content_and_are_alike_without_any(weigh: ByScore) -> None:
+    """Tokens that wander at a pace that comes and goes; then at one pace, in as many dimensions as a model has."""
+    chance = torch.Generator().manual_seed(0)
+    noise = torch.randn(3, 512, 64, generator=chance)
+    lengths = [
+        torch.tensor(SelfSizedPages(weigh).lengths(keys, 32)).float()
+        for keys in (noise * (0.2 + torch.arange(512).div(40).sin().square())[:, None], noise, torch.ones_like(noise))
+    ]
+    assert lengths[0].std() > 5
+    assert lengths[0].min() <= 10
+    assert lengths[0].max() >= 24
+    for alike in lengths[1:]:
+        assert float(alike.mean()) == pytest.approx(16, abs=0.5)
+        assert alike.std() < 3
+
+
+def test_more_sharpness_makes_sizes_differ_more() -> None:
+    keys = torch.randn(3, 512, 64, generator=torch.Generator().manual_seed(0))
+    spreads = [
+        float(torch.tensor(SelfSizedPages(ByScore("spread", sharpness)).lengths(keys, 32)).float().std())
+        for sharpness in (0.0, 0.5, 1.0, 2.0)
+    ]
+    assert spreads == sorted(spreads)
+    assert spreads[0] < 2
+    assert spreads[-1] > 4
+
+
+def test_what_cannot_weigh_is_refused() -> None:
+    with pytest.raises(ValueError, match="one of change, contrast, spread, entropy, got 'size'"):
+        ByScore("size")
+    with pytest.raises(ValueError, match="sharpness must be >= 0, got -1"):
+        ByScore("spread", -1.0)
+    assert torch.equal(ByScore("change")(torch.ones(1, 4)), torch.ones(1))
+
+
 def test_a_page_ends_where_the_keys_change() -> None:
     """Tokens of the same weight: without keys pages would end at multiples of 16."""
     keys = torch.zeros(2, 64, 4)
@@ -145,6 +182,7 @@ def test_scores_by_hand() -> None:
     assert float(scores["spread"][5]) == pytest.approx(0, abs=1e-3)
     assert float(scores["entropy"].max()) <= 1
     assert scores["entropy"][10] > scores["entropy"][20]
+    assert float(scores["entropy"][0]) == pytest.approx(1)
 
 
 def test_marked_spans_keep_their_pages() -> None:

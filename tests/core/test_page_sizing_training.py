@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from oval_core.page_sizing.head import SizingHead
 from oval_core.page_sizing.self_sized import page_error
-from oval_core.page_sizing.training import loss_of, main, measure, train
+from oval_core.page_sizing.training import loss_of, main, measure, record_of, train
 from tests.core.tiny_models import VOCAB, llama
 
 
@@ -70,6 +70,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert set(found) == {"full pages", "spread", "head"}
     assert all(0 < way["error"] < 1 for way in found.values())
     assert float(SizingHead.load(out)(torch.zeros(1, 4))) > 0
+    record = json.loads(record_of(out).read_text())
+    assert (record["mean_tokens"], record["measured"]) == (16, found)
+    assert record["train_s"] > 0
     with pytest.raises(SystemExit, match="do not fit"):
         main([*arguments, "--stretches", "3"])
     with pytest.raises(SystemExit):
