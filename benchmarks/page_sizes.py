@@ -79,7 +79,7 @@ def page_sizes(prefix: Prefix, policy: PagePolicy) -> dict[int, int]:
 
 
 def _kinds(options: argparse.Namespace) -> dict[str, Kind]:
-    kinds: dict[str, Kind] = {f"{size} tokens": (size, size, None) for size in FIXED}
+    kinds: dict[str, Kind] = {f"{size} tokens": (size, size, None) for size in options.fixed}
     ways: dict[str, Any] = {
         f"{score}, sharpness {sharpness:g}": ByScore(score, sharpness)
         for score in ("spread", "entropy")
@@ -103,6 +103,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--router", default="box", help="(default: %(default)s)")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--positions", type=int, default=32, help="last positions of it (default: %(default)s)")
+    parser.add_argument("--fixed", nargs="+", type=int, default=FIXED, help="tokens of fixed pages (default: 8 to 64)")
     parser.add_argument("--mean-tokens", type=int, default=16, help="of a page that sizes itself (default: 16)")
     parser.add_argument("--sharpness", nargs="+", type=float, default=[SHARPNESS], help="of the weights (default: 0.5)")
     parser.add_argument("--tokens-read", nargs="+", type=int, default=[384, 768, 1536], help="budgets, in tokens")
