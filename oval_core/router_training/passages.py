@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oval_core.attach import attach
+from oval_core.checks import check_count
 from oval_core.config import OvalConfig
 from oval_core.routers import Pages, Router, Selection
 
@@ -30,7 +31,7 @@ class PassageSettings:
         seed: of all that is drawn.
 
     Raises:
-        ValueError: one is out of range.
+        TypeError, ValueError: one is out of range.
     """
 
     passages: int = 40
@@ -44,8 +45,7 @@ class PassageSettings:
 
     def __post_init__(self) -> None:
         for name in ("passages", "context_tokens", "every_tokens", "asked_tokens", "held_out_passages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         if self.every_tokens <= 2 * self.asked_tokens:  # longer chunks than those asked about are read densely
             raise ValueError(f"every_tokens must be more than twice {self.asked_tokens=}, got {self.every_tokens}")
         if self.context_tokens < 2 * self.every_tokens:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from oval_core.checks import check_positive
+from oval_core.checks import check_count, check_positive
 from oval_core.config import OvalConfig
 from oval_core.router_training.learning import routing_loss
 from oval_core.router_training.lessons import Lesson
@@ -35,7 +35,7 @@ class LearningSettings:
         budget_pages: of the hit rates, see `OvalConfig`; its sinks and window are left out of the loss.
 
     Raises:
-        ValueError: one is out of range.
+        TypeError, ValueError: one is out of range.
     """
 
     steps: int = 1000
@@ -48,8 +48,7 @@ class LearningSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_count(name, getattr(self, name))
         check_positive("rate", self.rate)
         if self.focus < 0:
             raise ValueError(f"focus must be >= 0, got {self.focus}")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oval_core.basis import PageBasis
-from oval_core.routers.base import Pages, Router, Selection
+from oval_core.routers.base import Pages, Selection
 from oval_core.routers.learned import LearnedRouter
 from oval_core.routers.learned_file import LearnedModule, ModelSizes, load_learned
+from oval_core.routers.wrapper import WrappingRouter
 
 
 class InputRepair(LearnedModule):
@@ -43,7 +43,7 @@ class InputRepair(LearnedModule):
         return hidden + nn.functional.gelu(hidden @ self.down[layer].mT) @ self.up[layer].mT
 
 
-class RepairedRouter(Router):
+class RepairedRouter(WrappingRouter):
     """A learned router behind an input repair.
 
     Args:
@@ -51,25 +51,23 @@ class RepairedRouter(Router):
         repair: trained with `python -m oval_core.training --repair`.
 
     Raises:
+        TypeError: `inner` is no router.
         ValueError: they are for different models.
     """
 
     name = "repaired"
-    needs_hidden_states = True
 
     def __init__(self, inner: LearnedRouter, repair: InputRepair) -> None:
+        super().__init__(inner)
         if inner.head.sizes != repair.sizes:
             raise ValueError(f"the repair must be for the router's model {inner.head.sizes}, got {repair.sizes}")
-        self.inner, self.repair = inner, repair.eval().requires_grad_(False)
+        self.repair = repair.eval().requires_grad_(False)
         self.name = f"repaired {inner.name}"
 
     @staticmethod
     def load(inner: LearnedRouter, path: str | Path) -> RepairedRouter:
         """`inner` behind the repair in a file. Raises as `LearnedRouter.load` does."""
         return RepairedRouter(inner, load_learned(Path(path), InputRepair))
-
-    def __deepcopy__(self, _: object) -> RepairedRouter:
-        return self  # nothing in it changes: copies of a cache share it
 
     def score(self, query: Tensor, pages: Pages) -> Tensor:
         """See `Router.score`."""
@@ -78,10 +76,6 @@ class RepairedRouter(Router):
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
         return self.inner.select(query, self._repaired(pages))
-
-    def metadata_bytes(self, pages: int, shortlist: int, basis: PageBasis, features: Tensor | None) -> int:
-        """See `Router.metadata_bytes`."""
-        return self.inner.metadata_bytes(pages, shortlist, basis, features)
 
     def _repaired(self, pages: Pages) -> Pages:
         """The pages with repaired hidden states; what is missing or for another model the inner router names."""

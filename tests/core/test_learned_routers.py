@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -400,6 +401,23 @@ def test_a_repair_changes_what_the_router_sees(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the repair must be for the router's model .* got"):
         RepairedRouter(inner, InputRepair(dataclasses.replace(SIZES, layers=2)))
     assert load_learned(tmp_path / "repair.safetensors", InputRepair).options == {"width": 16}
+
+
+def test_what_a_router_asks_for_is_asked_for_behind_a_repair() -> None:
+    class Curious(OutputHeadRouter):
+        needs_bases = True
+
+        def page_features(self, keys: Tensor, mask: Tensor | None) -> Tensor | None:
+            return keys.amax(-2)
+
+    inner = Curious(lively(OutputHead(SIZES, dim=8)))
+    router, keys = RepairedRouter(inner, InputRepair(SIZES)), torch.randn(1, HEADS, 3, 8, DIM)
+    assert router.needs_bases
+    assert router.needs_hidden_states
+    features = router.page_features(keys, None)
+    assert features is not None
+    assert torch.equal(features, keys.amax(-2))
+    assert copy.deepcopy(router) is router
 
 
 def test_a_cache_goes_on_under_another_handle() -> None:

@@ -271,12 +271,12 @@ def test_a_repair_is_trained_and_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PassageSettings(passages=0), "passages must be at least 1, got 0"),
+        (lambda: PassageSettings(passages=0), "passages must be an integer >= 1, got 0"),
         (lambda: PassageSettings(every_tokens=20), "every_tokens must be more than twice .*, got 20"),
         (lambda: PassageSettings(context_tokens=300), "context_tokens must be at least twice .*, got 300"),
         (lambda: PassageSettings(held_out=1.0), "held_out must be between 0 and 1, got 1.0"),
         (lambda: PassageSettings(page_size=9), "page_size must be one of"),
-        (lambda: LearningSettings(steps=0), "steps must be at least 1, got 0"),
+        (lambda: LearningSettings(steps=0), "steps must be an integer >= 1, got 0"),
         (lambda: LearningSettings(rate=0.0), "rate must be a finite number > 0, got 0.0"),
         (lambda: LearningSettings(focus=-1.0), "focus must be >= 0, got -1.0"),
         (lambda: LearningSettings(budget_pages=1), "budget_pages must be an integer >= 3"),
@@ -310,7 +310,7 @@ def test_the_command_trains_a_router_and_its_repair(tmp_path: Path, capsys: pyte
     [
         (None, ["--router", "output-head"], "No such file or directory"),
         (" \n", ["--router", "output-head"], "expected a text, got an empty file"),
-        ("text", ["--router", "output-head", "--steps", "0"], "steps must be at least 1, got 0"),
+        ("text", ["--router", "output-head", "--steps", "0"], "steps must be an integer >= 1, got 0"),
         ("text", ["--repair", "none.safetensors"], "expected a learned router in none.safetensors, got no file"),
         ("text", [], "one of the arguments --router --repair is required"),
     ],
