@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
-def read_tensors(path: Path, what: str) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a file that should hold `what`, on the CPU.
+def read_tensors(path: Path, what: str, without: Container[str] = ()) -> tuple[Mapping[str, str], dict[str, Tensor]]:
+    """Metadata and tensors, but those named in `without`, of a file that should hold `what`, on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -22,7 +22,7 @@ def read_tensors(path: Path, what: str) -> tuple[Mapping[str, str], dict[str, Te
         raise FileNotFoundError(f"expected {what} in {path}, got no file")
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
+            names = [name for name in file.keys() if name not in without]  # noqa: SIM118
             return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path}: expected {what}, got no safetensors file ({error})") from None

@@ -6,9 +6,9 @@
 
 The model reads passages of the texts; at every stop the attention mass per page of a few positions is kept, and the
 router learns to guess it (`oval_core.router_training.learning` has the loss). A repair learns the same on a quantised
-copy of the model, with the router as it is. An interrupted run goes on where it stopped if the same command is given
-again. The last line printed is one JSON object: hit rates on held-out passages, beside those of other routers at the
-same number of pages.
+copy of the model, with the router as it is. The progress bar shows the hit rate on a held-out passage. An interrupted
+run goes on where it stopped if the same command is given again. The last line printed is one JSON object: hit rates on
+held-out passages, beside those of other routers at the same number of pages.
 
 There is no language modelling loss: a selection is a choice of whole pages, through which no gradient flows, and pages
 weighted softly would train the router for a model that no decoding step computes. Where the dense model looks is known
@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
     """What is printed last."""
+    if options.router is not None and options.quantise is not None:
+        raise ValueError(f"--quantise is for a --repair, got {options.quantise} and --router {options.router}")
     passages, learning = settings_from(PassageSettings, options), settings_from(LearningSettings, options)
     texts = read_texts(options.text)
     router = None if options.repair is None else load_router(options.repair)
@@ -76,7 +78,9 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     if router is None:
         found = train_router(options.out, model, tokens, options.router, passages, learning, options.lessons)
     else:
-        found = train_repair(options.out, model, tokens, router, options.quantise, passages, learning)
+        found = train_repair(
+            options.out, model, tokens, router, options.quantise or INT8_DYNAMIC, passages, learning, options.lessons
+        )
     return {"budget_pages": learning.budget_pages, "hit_rates": found}
 
 
@@ -96,11 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--router", choices=sorted(ROUTERS), help="to train")
     what.add_argument("--repair", type=Path, metavar="FILE", help="of a trained router, to train an input repair for")
-    add("--quantise", choices=KINDS, default=INT8_DYNAMIC, help="how, for the repair (default: %(default)s)")
+    add("--quantise", choices=KINDS, help=f"how, for a repair (default: {INT8_DYNAMIC})")
     add("--out", type=Path, required=True, help="folder to write into")
-    add(
-        "--lessons", type=Path, help="folder of what is learned from, which several routers may share (default: in OUT)"
-    )
+    add("--lessons", type=Path, help="folder of what is learned from, for several trainings (default: in OUT)")
     for settings in (PassageSettings(), LearningSettings()):
         for field in dataclasses.fields(settings):
             _add_number(parser, field.name, getattr(settings, field.name))

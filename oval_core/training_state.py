@@ -20,7 +20,11 @@ WARM_UP = 0.05  # share of the steps
 
 
 def make_accelerator() -> Accelerator:
-    """A GPU if there is one; bfloat16 (with float32 weights) where the device has instructions for it, else float32."""
+    """A GPU if there is one.
+
+    What is computed under its `autocast` is in bfloat16 (with float32 weights) where the device has instructions for
+    it; all else is in the dtype of the tensors.
+    """
     if torch.cuda.is_available():
         quick = torch.cuda.is_bf16_supported()
     else:
@@ -47,6 +51,8 @@ class StateFile:
     """The file from which an interrupted training goes on.
 
     `about` is what must be the same for that (steps, seed, sizes, ...): numbers, strings, lists and dicts of them.
+    It is a file of `torch.save`, read with `weights_only`: the state of an optimizer is nested, and safetensors hold
+    flat tensors. What a training leaves in the end is in safetensors.
     """
 
     def __init__(self, path: Path, about: Content, every_s: float = 180.0) -> None:

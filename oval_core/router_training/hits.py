@@ -5,8 +5,8 @@ Every query is asked about alone, as when decoding, and only where the budget le
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,16 +46,11 @@ class Examiner(Watcher):
 
     def watch(self, query: Tensor, pages: Pages) -> None:
         """See `Watcher.watch`."""
-        if int(pages.counts.max()) <= pages.most[0]:
-            return
-        log_mass, features = exact_log_mass(query, pages), self._features(pages)
-        for number in range(query.shape[3]):
-            one, at = _asked_alone(pages, number), slice(number, number + 1)
-            share = one.weights(log_mass[:, :, :, at])
+        features = self._features(pages)
+        for one, shown, share in _questions(query, pages):
             for name, router in self.routers.items():
-                shown = dataclasses.replace(one, features=features.get(name))
-                read = router.select(query[:, :, :, at], shown).joined().mask(len(pages.index))
-                self.hits[name].append((share * read).sum(-1)[0].cpu())
+                own = replace(shown, features=features.get(name))
+                self.hits[name].append(_hits(router, one, own, share).cpu())
 
     def _features(self, pages: Pages) -> dict[str, Tensor]:
         if pages.features is None:
@@ -63,16 +58,30 @@ class Examiner(Watcher):
         return dict(zip(self._widths, pages.features.split([*self._widths.values()], -1), strict=True))
 
 
-def _asked_alone(pages: Pages, number: int) -> Pages:
-    """As if query `number` were the only one."""
-    at = slice(number, number + 1)
-    hidden, seen = pages.hidden_states, pages.seen
-    return dataclasses.replace(
-        pages,
-        positions=pages.positions[:, at],
-        hidden_states=None if hidden is None else hidden[:, at],
-        seen=None if seen is None else seen[:, at],
-    )
+class Rehearsal(Watcher):
+    """Keeps what a learned router sees of a passage, so that it can be asked again and again without the model."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, Pages, Tensor]] = []
+
+    def watch(self, query: Tensor, pages: Pages) -> None:
+        """See `Watcher.watch`."""
+        for one, shown, share in _questions(query, pages):
+            without_keys = replace(shown, keys=pages.keys.new_empty(0))  # the most bytes; it reads none
+            self.kept.append((one, without_keys, share))
+
+    @torch.no_grad()
+    def hit_rate(self, router: Router) -> float:
+        """Mean over layers, KV heads, stops and queries; what the router made of the pages before is made anew."""
+        return _mean([_hits(router, one, replace(pages, derived={}), share) for one, pages, share in self.kept])
+
+
+def rehearse(model: Any, tokens: Tensor, settings: PassageSettings, budget_pages: int) -> Rehearsal:
+    """One query of each stop of one passage. Arguments and errors as those of `hit_rates`."""
+    require_budget(settings, budget_pages)
+    rehearsal = Rehearsal()
+    watch_passage(model, tokens, rehearsal, replace(settings, asked_tokens=1), budget_pages)
+    return rehearsal
 
 
 def hit_rates(
@@ -91,15 +100,61 @@ def hit_rates(
         budget_pages: as in `OvalConfig`, the open tokens included.
 
     Raises:
-        ValueError: the passages are so short that the budget leaves no page out.
+        ValueError: the passages are so short that the budget leaves no page out, or the model has no layer to page.
     """
+    require_budget(settings, budget_pages)
     examiner = Examiner(routers)
-    fewer = dataclasses.replace(settings, asked_tokens=min(ASKED_TOKENS, settings.asked_tokens))
     for tokens in tqdm(passages, desc="held out", unit="passage"):
-        watch_passage(model, tokens, examiner, fewer, budget_pages)
-    if not all(examiner.hits.values()):
+        watch_passage(model, tokens, examiner, _fewer(settings), budget_pages)
+    return {name: _mean(found) for name, found in examiner.hits.items()}
+
+
+def require_budget(settings: PassageSettings, budget_pages: int) -> None:
+    """Raise ValueError if the budget leaves no page out of a passage: then there is nothing to measure."""
+    pages = _fewer(settings).pages
+    if budget_pages > pages:
         raise ValueError(
-            f"budget_pages must leave a page out of {settings.context_tokens} tokens to measure a router, "
+            f"budget_pages must be at most {pages} to leave a page out of {settings.context_tokens} tokens, "
             f"got {budget_pages}"
         )
-    return {name: torch.stack(found).mean().item() for name, found in examiner.hits.items()}
+
+
+def _fewer(settings: PassageSettings) -> PassageSettings:
+    return replace(settings, asked_tokens=min(ASKED_TOKENS, settings.asked_tokens))
+
+
+def _questions(query: Tensor, pages: Pages) -> Iterator[tuple[Tensor, Pages, Tensor]]:
+    """Each query as if it were the only one, `[1, H, G, 1, D]`, what a router sees, and the pages' shares `[1, H, P]`.
+
+    None where the budget leaves no page out.
+    """
+    if int(pages.counts.max()) <= pages.most[0]:
+        return
+    log_mass = exact_log_mass(query, pages)
+    for number in range(query.shape[3]):
+        shown, at = _shown_alone(pages, number), slice(number, number + 1)
+        yield query[:, :, :, at], shown, shown.weights(log_mass[:, :, :, at])
+
+
+def _shown_alone(pages: Pages, number: int) -> Pages:
+    """As if query `number` were the only one."""
+    at = slice(number, number + 1)
+    hidden, seen = pages.hidden_states, pages.seen
+    return replace(
+        pages,
+        positions=pages.positions[:, at],
+        hidden_states=None if hidden is None else hidden[:, at],
+        seen=None if seen is None else seen[:, at],
+    )
+
+
+def _hits(router: Router, query: Tensor, pages: Pages, share: Tensor) -> Tensor:
+    """What the router's choice holds of the mass, `[H]`."""
+    read = router.select(query, pages).joined().mask(len(pages.index))
+    return (share * read).sum(-1)[0]
+
+
+def _mean(hits: Sequence[Tensor]) -> float:
+    if not hits:
+        raise ValueError("the model has no layer whose keys can be paged: there is nothing to measure")
+    return torch.stack([*hits]).mean().item()

@@ -35,7 +35,7 @@ def routing_loss(
     """See the top of this file; `[]`.
 
     Args:
-        head: for the model that the lesson comes from.
+        head: for the model that the lesson comes from; one made with `coarse` needs a lesson with it.
         noise: for heads that learn under noise.
         focus: exponent of the focal factor; 0: plain cross-entropy.
         forced: sink pages and window pages, see `OvalConfig`.
@@ -48,7 +48,8 @@ def routing_loss(
         hidden = lesson.hidden[row][None].float()
         hidden = head.standardised(layer, hidden if repair is None else repair(layer, hidden))
         asked, keys = head.ask(layer, hidden, places.positions), head.page_keys(layer, lesson.centroids[row][None])
-        scores = head.scores(layer, asked, keys, places, lesson.coarse[row][None].float())
+        coarse = None if lesson.coarse is None else lesson.coarse[row][None].float()
+        scores = head.scores(layer, asked, keys, places, coarse)
         share = lesson.share[row][None].float() * among[:, :, 0]
         losses += [_focal(guess, share, focus) for guess in head.guesses(layer, asked, scores, places, among, noise)]
     return torch.stack(losses).mean()

@@ -35,7 +35,7 @@ class Lesson:
         starts, lengths: of the pages, int64 `[P]`.
         centroids: `[L, H, P, D]`.
         hidden: what enters the attention modules, `[L, N, hidden]`.
-        coarse: training-free scores, `[L, H, G, N, P]`.
+        coarse: training-free scores, `[L, H, G, N, P]`, the most bytes; None for a head that does without.
         share: pages' shares of the attention mass, softmax for each query head, mean over the group, `[L, H, N, P]`.
     """
 
@@ -46,23 +46,24 @@ class Lesson:
     lengths: Tensor
     centroids: Tensor
     hidden: Tensor
-    coarse: Tensor
+    coarse: Tensor | None
     share: Tensor
 
     def at(self, chosen: Tensor) -> Lesson:
         """Of some positions only, int64 `[n]`."""
-        parts = {
+        parts: dict[str, Any] = {
             "positions": self.positions[chosen],
             "counts": self.counts[chosen],
             "hidden": self.hidden[:, chosen],
-            "coarse": self.coarse[:, :, :, chosen],
+            "coarse": None if self.coarse is None else self.coarse[:, :, :, chosen],
             "share": self.share[:, :, chosen],
         }
         return Lesson(**{**vars(self), **parts})
 
     def to(self, device: torch.device) -> Lesson:
         """On a device."""
-        return Lesson(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        moved: dict[str, Any] = {name: part if part is None else part.to(device) for name, part in vars(self).items()}
+        return Lesson(**moved)
 
 
 class Teacher(Watcher):
@@ -112,13 +113,19 @@ def _widened(tensor: Tensor, wide: int) -> Tensor:
 
 
 def make_lessons(
-    folder: Path, model: Any, passages: Sequence[Tensor], settings: PassageSettings, about: Content
+    folder: Path,
+    model: Any,
+    passages: Sequence[Tensor],
+    settings: PassageSettings,
+    about: Content,
+    coarse: bool = False,
 ) -> list[Lesson]:
     """One lesson a passage, kept in `folder`: what is there is not made again.
 
     Args:
         model: not attached, in eval mode.
         about: what must be the same for lessons to be used again; plain values.
+        coarse: whether training-free scores are wanted; they are in the files anyway, which several routers may share.
 
     Raises:
         ValueError: `folder` holds lessons made with other settings, or the model has no layer to page.
@@ -130,7 +137,7 @@ def make_lessons(
             teacher = Teacher()
             watch_passage(model, tokens, teacher, settings)
             _save(file, teacher.lesson(), about)
-        lessons.append(_load(file, about))
+        lessons.append(_load(file, about, coarse))
     return lessons
 
 
@@ -138,11 +145,11 @@ def _save(file: Path, lesson: Lesson, about: Content) -> None:
     from safetensors.torch import save_file
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in vars(lesson).items()}
+    tensors = {name: tensor.contiguous() for name, tensor in vars(lesson).items() if tensor is not None}
     write_whole(file, lambda unfinished: save_file(tensors, unfinished, {"about": json.dumps(about)}))
 
 
-def _load(file: Path, about: Content) -> Lesson:
-    metadata, tensors = read_tensors(file, "a lesson")
+def _load(file: Path, about: Content, coarse: bool) -> Lesson:
+    metadata, tensors = read_tensors(file, "a lesson", without=() if coarse else ("coarse",))
     require_same(about, json.loads(metadata.get("about", "{}")), file)
-    return Lesson(**tensors)
+    return Lesson(coarse=tensors.pop("coarse", None), **tensors)

@@ -54,10 +54,17 @@ class PassageSettings:
             raise ValueError(f"held_out must be between 0 and 1, got {self.held_out}")
         OvalConfig(page_size=self.page_size)
 
+    @property
+    def pages(self) -> int:
+        """Sealed pages before the last stop of a passage."""
+        asked = min(self.asked_tokens, self.context_tokens % self.every_tokens or self.every_tokens)
+        return (self.context_tokens - asked) // self.page_size
 
-def digests(texts: Mapping[str, Tensor]) -> dict[str, str]:
-    """A short digest of every text."""
-    return {name: hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16] for name, text in texts.items()}
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A short digest of every tensor, of a text or of weights."""
+    arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    return {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()}
 
 
 def cut_passages(texts: Mapping[str, Tensor], settings: PassageSettings) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,8 +23,7 @@ def quantised(model: Any, kind: str) -> Any:
             floats.
 
     Raises:
-        ValueError: no such kind.
-        RuntimeError: this torch, or this machine, has no dynamic quantisation.
+        ValueError: no such kind, or one that this torch, this machine or the model's device does not have.
     """
     if kind not in KINDS:
         raise ValueError(f"a model is quantised as one of {KINDS}, got {kind!r}")
@@ -50,9 +49,11 @@ def rounded(weight: Tensor) -> Tensor:
 
 def _dynamic(model: Any, names: list[str]) -> Any:
     quantize = getattr(getattr(torch.ao, "quantization", None), "quantize_dynamic", None)
-    if quantize is None or not torch.backends.quantized.supported_engines:
-        raise RuntimeError(
-            f"{INT8_DYNAMIC} needs torch.ao.quantization.quantize_dynamic and an engine; {INT4_WEIGHTS} works"
+    engines = {*torch.backends.quantized.supported_engines} - {"none"}
+    if quantize is None or not engines or model.device.type != "cpu":
+        raise ValueError(
+            f"{INT8_DYNAMIC} needs torch.ao.quantization.quantize_dynamic, an engine for it and a model on a CPU, "
+            f"got engines {sorted(engines)} and {model.device}: take {INT4_WEIGHTS}"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces that this will move to another package

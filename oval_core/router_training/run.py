@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from oval_core.routers.repair import InputRepair
 from oval_core.training_state import Content, StateFile, interrupts_wait, make_accelerator, share_of_rate
 
 LARGEST_GRADIENT, WEIGHT_DECAY = 1.0, 0.01
+VALIDATIONS = 10  # of a training
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class LearningSettings:
         focus: of the focal factor, see `routing_loss`.
         dim: of the comparison of queries and pages.
         coarse: whether the router adds to the training-free coarse score instead of doing without.
-        budget_pages: of the hit rates, see `OvalConfig`; its sinks and window are left out of the loss.
+        budget_pages: of the hit rates, see `OvalConfig`; nothing is learned from it.
 
     Raises:
         TypeError, ValueError: one is out of range.
@@ -56,13 +58,15 @@ class LearningSettings:
 
     @property
     def forced(self) -> tuple[int, int]:
-        """Sink and window pages."""
-        config = OvalConfig(budget_pages=self.budget_pages)
+        """Sink and window pages, which are left out of the loss."""
+        config = OvalConfig()
         return config.sink_pages, config.window_pages
 
 
 class Run:
     """Something on its way to being trained, and what is needed to go on with it.
+
+    It computes in float32: in bfloat16, a window would be off by many tokens of a long context.
 
     Args:
         head: the router's.
@@ -70,22 +74,31 @@ class Run:
         settings: how.
         seed: of what is drawn.
         state: where to keep what was reached.
+        validate: a hit rate of what is trained, asked for after every tenth of the steps; None: nobody looks.
 
     Attributes:
         seconds: that the steps took, those before an interruption included.
+        validation: what `validate` said after which step, and with which budget.
     """
 
     def __init__(
-        self, head: LearnedHead, repair: InputRepair | None, settings: LearningSettings, seed: int, state: StateFile
+        self,
+        head: LearnedHead,
+        repair: InputRepair | None,
+        settings: LearningSettings,
+        seed: int,
+        state: StateFile,
+        validate: Callable[[], float] | None = None,
     ) -> None:
         self.head, self.repair, self.settings, self.seed, self.state, self.step = head, repair, settings, seed, state, 0
-        self.seconds = 0.0
+        self.seconds, self.validate, self.validation = 0.0, validate, list[dict[str, float]]()
         self.trained: LearnedModule = head if repair is None else repair
+        self.trained.requires_grad_(True)  # a router that was made of it has no gradients
         self.accelerator = make_accelerator()
         self.optimizer = torch.optim.AdamW(self.trained.parameters(), lr=settings.rate, weight_decay=WEIGHT_DECAY)
         saved = state.load()
         if saved:
-            self.step, self.seconds = saved["step"], saved["seconds"]
+            self.step, self.seconds, self.validation = saved["step"], saved["seconds"], saved["validation"]
             self.trained.load_state_dict(saved["trained"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
@@ -99,11 +112,20 @@ class Run:
                 begin = time.perf_counter()
                 losses.append(self._advance(lessons))
                 self.seconds += time.perf_counter() - begin
-                bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+                self._validate()
+                bar.set_postfix_str(f"loss {losses[-1]:.4f}{self._last_hit_rate()}", refresh=False)
                 bar.update()
                 self.state.after_step(self._content, interrupted())
-        self.state.save(self._content())  # what comes next may be interrupted, too
         return losses
+
+    def _validate(self) -> None:
+        every = math.ceil(self.settings.steps / VALIDATIONS)
+        if self.validate is not None and (self.step % every == 0 or self.step == self.settings.steps):
+            measured = {"step": self.step, "budget_pages": self.settings.budget_pages, "hit_rate": self.validate()}
+            self.validation.append(measured)
+
+    def _last_hit_rate(self) -> str:
+        return f", held out {self.validation[-1]['hit_rate']:.3f}" if self.validation else ""
 
     def _advance(self, lessons: Sequence[Lesson]) -> float:
         """One step; its loss. What it draws depends on the seed and its number alone."""
@@ -122,5 +144,5 @@ class Run:
         return float(loss.detach())
 
     def _content(self) -> Content:
-        reached = {"step": self.step, "seconds": self.seconds}
+        reached = {"step": self.step, "seconds": self.seconds, "validation": self.validation}
         return {**reached, "trained": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}

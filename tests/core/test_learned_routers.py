@@ -150,6 +150,18 @@ def test_pages_under_the_window_come_first() -> None:
     assert len(under & set(chosen(router.select(query, pages), 0))) >= len(under) - len(first)
 
 
+def test_a_sure_head_wants_a_narrow_window_and_its_three_heaviest_pages() -> None:
+    router = PositionMlpRouter(with_offset(PositionMlpHead(SIZES, dim=8), offset=82))
+    query, pages, _ = scene([0], total=201, sink_pages=0, window_pages=0)
+    _, asked = router.scored(query, pages)
+    scores = torch.zeros(1, HEADS, GROUP, 1, 25)
+    scores[..., [3, 5, 7, 9]] = torch.tensor([80.0, 60.0, 50.0, 40.0])
+    wanted = router.wanted(scores, asked, pages)
+    expected = torch.zeros(25, dtype=torch.bool)
+    expected[[3, 5, 7, 14, 15]] = True  # tokens 114 to 122 are within 4 of 200 - 82
+    assert torch.equal(wanted, expected.expand_as(wanted))
+
+
 def test_a_page_that_one_head_wants_beats_the_mean() -> None:
     """The third page of one query head, light as it is, is read before what the mean of the group likes."""
     router = OutputHeadRouter(lively(OutputHead(SIZES, dim=8)))
@@ -275,6 +287,21 @@ def test_the_output_head_is_adapted_not_replaced() -> None:
     assert torch.equal(guess(0), guess(0))
     assert not torch.equal(guess(0), guess(1))
     torch.testing.assert_close(guess(0).exp().sum(-1), torch.ones(1, HEADS, GROUP, 1))
+
+
+def test_noise_is_as_warm_as_the_head() -> None:
+    """Training draws one page by logits and Gumbel noise, both divided by the temperature of the query head."""
+    head = OutputHead(SIZES)
+    warmth = torch.arange(1.0, 1 + HEADS * GROUP)
+    with torch.no_grad():
+        head.log_temperature[0] = warmth.log()
+    logits, among = torch.randn(1, HEADS, GROUP, 1, 10), torch.ones(1, 1, 1, 1, 10, dtype=torch.bool)
+    by_head = warmth.view(1, HEADS, GROUP, 1, 1)
+    places = Places(torch.tensor([[90]]), torch.arange(0, 80, 8)[None], torch.full((1, 10), 8))
+    (guess,) = head.guesses(0, logits, logits / by_head, places, among, torch.Generator().manual_seed(5))
+    uniform = torch.rand(logits.shape, generator=torch.Generator().manual_seed(5))
+    gumbel = -(-uniform.log()).log()
+    torch.testing.assert_close(guess, ((logits + gumbel) / by_head).log_softmax(-1))
 
 
 def tiny_router(kind: type[LearnedRouter], model: Any, coarse: bool = False) -> LearnedRouter:

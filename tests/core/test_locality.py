@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,31 @@ def test_what_was_read_with_the_pages_of_the_last_step_is_wanted() -> None:
         assert set(score.nonzero().flatten().tolist()) == wanted
         assert float(score.max()) <= 2
         assert attention.recorder.report()["router_counts"] == {GRAPHS_BUILT: 3 if refresh_tokens == 1 else 1}
+
+
+def test_a_graph_is_of_the_steps_before_it_was_due() -> None:
+    """Of ten steps at most, though more are noted; after a crop that takes all graphs back, of no later steps."""
+    read = {token: [token % 5, 5 + token % 3, 9 - token % 2] for token in range(80, 99)}
+    script = Scripted(*read.values(), *[read[token] for token in range(90, 92)])
+    router = LocalityRouter(script, 0.0, 1.0, 1.0, window_tokens=10, refresh_tokens=4)
+    attention = filled(small_config(router=router, **FREE), random_tokens(1, 81))
+    memory = attention.layer.tables[0].memory
+
+    def assert_graph_of(*tokens: int) -> None:
+        expected = build_graph([torch.tensor([read[token]] * HEADS) for token in tokens], edges_per_page=8)
+        noted = memory.last(router._graphs)
+        assert expected is not None
+        assert noted is not None
+        assert noted[0] == tokens[-1] + 1
+        torch.testing.assert_close(adjacency(noted[1]), adjacency(expected))
+
+    attention.decode(random_tokens(1, 4))
+    assert_graph_of(*range(80, 84))
+    attention.decode(random_tokens(1, 14))
+    assert_graph_of(*range(86, 96))
+    attention.layer.crop(-9)  # 90 tokens are left, and what the last five steps of 14 read
+    attention.decode(random_tokens(1, 1))
+    assert_graph_of(*range(85, 88))
 
 
 def test_the_weight_can_be_trained() -> None:
@@ -234,21 +261,29 @@ def build_together(rank: int, file: str, processes: int) -> None:
         distributed.destroy_process_group()
 
 
-def assert_graph_of_all(file: Path, processes: int) -> None:
-    """Every process has the graph of all heads together."""
-    heads = [torch.cat(step) for step in zip(*map(steps_of, range(processes)), strict=True)]
-    expected = build_graph(heads, 3)
-    assert expected is not None
-    for rank in range(processes):
-        assert all(map(torch.equal, torch.load(f"{file}.{rank}"), expected))
+def graph_of_all(processes: int) -> PageGraph:
+    """What every process must have: the graph of all heads together."""
+    graph = build_graph([torch.cat(step) for step in zip(*map(steps_of, range(processes)), strict=True)], 3)
+    assert graph is not None
+    return graph
 
 
-def test_edge_counts_are_summed_over_a_group(tmp_path: Path) -> None:
-    build_together(0, str(tmp_path / "group"), 1)
-    assert_graph_of_all(tmp_path / "group", 1)
+def test_edge_counts_are_summed_over_a_group() -> None:
+    """Of two threads that share a store: as quick as one process."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+
+    def build(rank: int) -> PageGraph | None:
+        group: Any = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+        return build_graph(steps_of(rank), 3, group)
+
+    with ThreadPoolExecutor(2) as threads:
+        for graph in threads.map(build, range(2)):
+            assert graph is not None
+            assert all(map(torch.equal, graph, graph_of_all(2)))
 
 
 @pytest.mark.slow
 def test_edge_counts_are_summed_over_processes(tmp_path: Path) -> None:
     spawn(build_together, (str(tmp_path / "group"), 2), nprocs=2)
-    assert_graph_of_all(tmp_path / "group", 2)
+    for rank in range(2):
+        assert all(map(torch.equal, torch.load(tmp_path / f"group.{rank}"), graph_of_all(2)))

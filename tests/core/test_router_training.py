@@ -15,21 +15,19 @@ from torch import Tensor
 
 from oval_core import training
 from oval_core.router_training import learning, run
-from oval_core.router_training.hits import hit_rates
+from oval_core.router_training.course import STATE_FILE
 from oval_core.router_training.learning import fit_scales, routing_loss
 from oval_core.router_training.lessons import Lesson, Teacher, make_lessons
 from oval_core.router_training.passages import PassageSettings, cut_passages, watch_passage
 from oval_core.router_training.quantised import INT4_WEIGHTS, INT8_DYNAMIC, quantised, rounded
 from oval_core.router_training.run import LearningSettings, Run
-from oval_core.router_training.tasks import ROUTERS, STATE_FILE, load_router, train_repair, train_router
-from oval_core.routers import make_router
+from oval_core.router_training.tasks import RECORD_FILE, ROUTERS, load_router, train_router
 from oval_core.routers.learned import LearnedHead, Places
 from oval_core.routers.learned_file import ModelSizes, save_learned
-from oval_core.routers.output_head import OutputHead, OutputHeadRouter
+from oval_core.routers.output_head import OutputHead
 from oval_core.routers.position_mlp import PositionMlpHead
 from oval_core.routers.repair import InputRepair
 from oval_core.training_state import StateFile
-from tests.core.scenes import small_config
 from tests.core.tiny_models import llama, prompt
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
@@ -72,9 +70,35 @@ def found(head: LearnedHead, lesson: Lesson, repair: InputRepair | None = None) 
     return (guess.argmax(-1) == lesson.share[0, ..., 1:-1].argmax(-1)).float().mean().item()
 
 
-def trained(head: LearnedHead, lessons: list[Lesson], tmp_path: Path, repair: InputRepair | None = None) -> list[float]:
-    name, settings = f"{repair is None}.pt", LearningSettings(steps=200, batch=64, rate=2e-2, dim=8, budget_pages=4)
+def trained(
+    head: LearnedHead, lessons: list[Lesson], tmp_path: Path, repair: InputRepair | None = None, rate: float = 2e-2
+) -> list[float]:
+    name, settings = f"{repair is None}.pt", LearningSettings(steps=200, batch=64, rate=rate, dim=8, budget_pages=4)
     return Run(head, repair, settings, 0, StateFile(tmp_path / name, {})).through(lessons)
+
+
+def test_a_window_moves_to_where_the_mass_is(tmp_path: Path) -> None:
+    """All of it lies 30 tokens before each position, in pages that nothing else tells apart."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(60, 8 * PAGES, (200,), generator=generator)
+    share = torch.nn.functional.one_hot((positions - 30) // 8, PAGES).float()
+    lesson = dataclasses.replace(
+        synthetic(0),
+        positions=positions,
+        counts=positions // 8,
+        centroids=torch.zeros(1, SIZES.heads, PAGES, SIZES.head_dim),
+        hidden=torch.randn(1, 200, SIZES.hidden_size, generator=generator) / 10,
+        share=share.expand(1, SIZES.heads, -1, -1),
+    )
+    head = PositionMlpHead(SIZES, dim=8)
+
+    def middle_offset() -> float:
+        asked = head.ask(0, head.standardised(0, lesson.hidden), positions[None])
+        return head.offsets(asked).median().item()
+
+    assert middle_offset() > 55
+    trained(head, [lesson], tmp_path, rate=2e-3)
+    assert 20 < middle_offset() < 40
 
 
 @pytest.mark.parametrize("kind", [PositionMlpHead, OutputHead])
@@ -151,10 +175,13 @@ def test_lessons_are_where_the_dense_model_looks() -> None:
 
 def test_lessons_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, passages = llama(), cut_passages(TEXTS, PASSAGES)[0]
-    first = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0})
+    first = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0}, coarse=True)
     monkeypatch.setattr("oval_core.router_training.lessons.watch_passage", None)
-    again = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0})
+    again = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0}, coarse=True)
     assert all(torch.equal(tensor, vars(again[1])[name]) for name, tensor in vars(first[1]).items())
+    without = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0})[1]
+    assert without == dataclasses.replace(without, coarse=None)
+    assert without.at(torch.tensor([0])).to(torch.device("cpu")).coarse is None
     with pytest.raises(ValueError, match=r"0000\.safetensors was made with seed=0, expected seed=1"):
         make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 1})
 
@@ -175,18 +202,6 @@ def test_passages_are_cut_and_held_out_ones_come_from_the_ends() -> None:
     assert all(len(part) == 64 for part in (*learned, *held_out))
     assert [part[0].item() for part in held_out] == [436, 1076]
     assert not {*torch.cat(learned).tolist()} & {*torch.cat(held_out).tolist()}
-
-
-def test_hit_rates_are_ordered() -> None:
-    config = small_config(budget_pages=4)
-    routers = {name: make_router(dataclasses.replace(config, router=name)) for name in ("oracle", "quest", "random")}
-    passages = cut_passages(TEXTS, PASSAGES)[1]
-    rates = hit_rates(llama(), passages, routers, PASSAGES, 4)
-    assert 0 < rates["random"] < rates["quest"] <= rates["oracle"] < 1
-    alone = hit_rates(llama(), passages, {"quest": routers["quest"]}, PASSAGES, 4)
-    assert alone["quest"] == rates["quest"]
-    with pytest.raises(ValueError, match="budget_pages must leave a page out of 64 tokens to measure a router, got 99"):
-        hit_rates(llama(), passages, routers, PASSAGES, 99)
 
 
 def _interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
@@ -217,6 +232,8 @@ def test_an_interrupted_training_comes_to_the_same_weights(
     assert train_router(tmp_path / "parts", model, TEXTS, router, PASSAGES, LEARNING, lessons) == whole
     both = [load_router(tmp_path / name / "router.safetensors").head.state_dict() for name in ("whole", "parts")]
     assert all(torch.equal(tensor, both[1][name]) for name, tensor in both[0].items())
+    records = [json.loads((tmp_path / name / RECORD_FILE).read_text()) for name in ("whole", "parts")]
+    assert records[0]["validation"] == records[1]["validation"]
     assert not (tmp_path / "parts" / STATE_FILE).exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -255,19 +272,6 @@ def test_a_quantised_copy() -> None:
         quantised(model, "int2")
 
 
-def test_a_repair_is_trained_and_measured(tmp_path: Path) -> None:
-    model = llama()
-    head = OutputHead(ModelSizes.of(model), dim=8)
-    torch.nn.init.normal_(head.adapter_out)
-    rates = train_repair(tmp_path, model, TEXTS, OutputHeadRouter(head), INT4_WEIGHTS, PASSAGES, LEARNING)
-    assert set(rates) == {"float", "before", "after"}
-    assert all(0 < rate < 1 for rate in rates.values())
-    assert (tmp_path / "repair.safetensors").exists()
-    wrong = OutputHeadRouter(OutputHead(SIZES))
-    with pytest.raises(ValueError, match="the output head is for another model"):
-        train_repair(tmp_path, model, TEXTS, wrong, INT4_WEIGHTS, PASSAGES, LEARNING)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -289,19 +293,30 @@ def test_impossible_settings_are_refused(make: Callable[[], object], message: st
         make()
 
 
-def test_the_command_trains_a_router_and_its_repair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_a_router_and_its_repair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, text = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged. " * 8)
     common = ["--model", str(model), "--text", str(text), "--passages", "1", "--context-tokens", "96"]
     common += ["--every-tokens", "48", "--asked-tokens", "2", "--steps", "2", "--budget-pages", "4", "--batch", "2"]
-    training.main([*common, "--router", "position-mlp", "--out", str(tmp_path / "router")])
+    training.main(
+        [*common, "--router", "position-mlp", "--out", str(tmp_path / "router"), "--lessons", str(tmp_path / "lessons")]
+    )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["budget_pages"] == 4
+    assert (tmp_path / "lessons" / "0000.safetensors").exists()
     assert {"box", "quest", "basis", "position-mlp"} <= set(report["hit_rates"])
     file = tmp_path / "router" / "router.safetensors"
-    training.main([*common, "--repair", str(file), "--quantise", INT4_WEIGHTS, "--out", str(tmp_path / "repair")])
+    repair = [*common, "--repair", str(file), "--out", str(tmp_path / "repair")]
+    training.main([*repair, "--quantise", INT4_WEIGHTS, "--lessons", str(tmp_path / "quantised")])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report["hit_rates"]) == {"float", "before", "after"}
+    assert (tmp_path / "quantised" / "0000.safetensors").exists()
+    monkeypatch.setattr(torch.ao.quantization, "quantize_dynamic", None)
+    with pytest.raises(SystemExit):
+        training.main([*repair[:-1], str(tmp_path / "other")])
+    assert "int8-dynamic needs torch.ao.quantization.quantize_dynamic" in capsys.readouterr().err
     assert json.loads((tmp_path / "router" / "training.json").read_text())["about"]["model"] == "model"
 
 
@@ -312,6 +327,11 @@ def test_the_command_trains_a_router_and_its_repair(tmp_path: Path, capsys: pyte
         (" \n", ["--router", "output-head"], "expected a text, got an empty file"),
         ("text", ["--router", "output-head", "--steps", "0"], "steps must be an integer >= 1, got 0"),
         ("text", ["--repair", "none.safetensors"], "expected a learned router in none.safetensors, got no file"),
+        (
+            "text",
+            ["--router", "output-head", "--quantise", INT4_WEIGHTS],
+            "--quantise is for a --repair, got int4-weights",
+        ),
         ("text", [], "one of the arguments --router --repair is required"),
     ],
 )
