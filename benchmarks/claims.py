@@ -32,8 +32,8 @@ from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
 from oval_core import OvalConfig
 from oval_core.page_sizing import SelfSizedPages
-from oval_core.router_training.passages import Watcher
 from oval_core.routers import Pages
+from oval_core.training.passages import Watcher
 
 TOP_PAGES = (3, 4, 5, 12)
 OFTEN = 0.5  # of the positions

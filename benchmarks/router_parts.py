@@ -14,8 +14,8 @@ from benchmarks.variants import GRAPH_EVERY, LEAST_COSINES, LOCALITY_WEIGHTS, RE
 from oval_core import OvalConfig
 from oval_core.page_sizing import ByScore, SelfSizedPages, SizingHead, entropy, spread
 from oval_core.page_sizing.training import record_of
-from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE, load_router
 from oval_core.routers.learned import LearnedRouter
+from oval_core.training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE, load_router
 
 PAGE_SIZE, LEAST_BUDGET = 16, 3
 SIZING_FILE = "sizing.safetensors"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from demos.smollm2 import load_model
 from demos.texts import TEXTS, load_text
-from oval_core.router_training.passages import PassageSettings
-from oval_core.router_training.quantised import KINDS
-from oval_core.router_training.run import LearningSettings
-from oval_core.router_training.tasks import ROUTER_FILE, ROUTERS, load_router, train_repair, train_router
-from oval_core.text_files import tokens_of
+from oval_core.training.passages import PassageSettings
+from oval_core.training.quantised import KINDS
+from oval_core.training.run import LearningSettings
+from oval_core.training.tasks import ROUTER_FILE, ROUTERS, load_router, train_repair, train_router
+from oval_core.training.texts import tokens_of
 
 READ_BYTES = 60_000  # of each text, by benchmarks
 REPAIRED = "position-mlp"

@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from oval_core.model_shape import head_dim_of
-from oval_core.training_state import share_of_rate
+from oval_core.training.state import share_of_rate
 from oval_mm.concepts import SCENE, concept_list, make_concept_space
 from oval_mm.head_file import save_head
 from oval_mm.hybrid_head import DIM, HeadSizes, HybridHead

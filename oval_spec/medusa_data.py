@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from oval_core.checks import check_count
-from oval_core.training_state import StateFile, interrupts_wait
+from oval_core.training.state import StateFile, interrupts_wait
 from oval_spec.cached_model import watch_head
 from oval_spec.medusa_heads import IGNORED, labels_for
 

@@ -31,8 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from oval_core.checks import check_count, check_positive
-from oval_core.text_files import read_texts, tokens_of
-from oval_core.training_state import (
+from oval_core.training.state import (
     Content,
     StateFile,
     interrupts_wait,
@@ -42,6 +41,7 @@ from oval_core.training_state import (
     share_of_rate,
     write_whole,
 )
+from oval_core.training.texts import read_texts, tokens_of
 from oval_spec.cached_model import head_of
 from oval_spec.medusa_data import DataSettings, Frame, Lessons, cut_prompts, go_on, read_lessons, words_of
 from oval_spec.medusa_heads import MedusaHeads, name_of

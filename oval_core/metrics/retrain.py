@@ -19,11 +19,11 @@ from torch import Tensor
 from oval_core.attach import Handle, attach
 from oval_core.config import OvalConfig
 from oval_core.metrics.watch import Watch
-from oval_core.router_training.hits import hit_rates
-from oval_core.router_training.passages import PassageSettings, cut_passages
-from oval_core.router_training.run import LearningSettings
-from oval_core.router_training.tasks import ROUTER_FILE, load_router, train_router
 from oval_core.routers import Router, make_router
+from oval_core.training.hits import hit_rates
+from oval_core.training.passages import PassageSettings, cut_passages
+from oval_core.training.run import LearningSettings
+from oval_core.training.tasks import ROUTER_FILE, load_router, train_router
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Retrainer:
 
     Args:
         out: folder; every training leaves its router and a record in a new folder of it.
-        router: which kind to train, one of `oval_core.router_training.tasks.ROUTERS`.
+        router: which kind to train, one of `oval_core.training.tasks.ROUTERS`.
         learning: how; its `budget_pages` is replaced by one that reads as large a share of the pages as was read.
 
     Attributes:

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from oval_core.page_sizing.head import SizingHead
 from oval_core.page_sizing.self_sized import CHUNK_TOKENS, SelfSizedPages, Weigh, assign, page_error, spread
 from oval_core.page_sizing.token_scores import token_scores
-from oval_core.text_files import read_texts, tokens_of
-from oval_core.training_state import share_of_rate, write_whole
+from oval_core.training.state import share_of_rate, write_whole
+from oval_core.training.texts import read_texts, tokens_of
 
 RATE = 0.02
 HELD_OUT = 4  # every fourth stretch

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from oval_core.training_state import (
+from oval_core.training.state import (
     Content,
     StateFile,
     ignore_interrupts,

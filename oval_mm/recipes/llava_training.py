@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from oval_core.training_state import (
+from oval_core.training.state import (
     Content,
     StateFile,
     interrupts_wait,

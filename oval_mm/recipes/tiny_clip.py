@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from oval_core.training_state import write_whole
+from oval_core.training.state import write_whole
 from oval_mm.recipes.clip_captions import CAPTION_WORDS
 
 IMAGE_MEAN = IMAGE_STD = (0.5, 0.5, 0.5)  # of pixels in [0, 1]

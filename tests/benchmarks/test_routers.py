@@ -20,10 +20,10 @@ from demos.smollm2 import load_model
 from oval_core import OvalConfig, attach
 from oval_core.page_sizing import SelfSizedPages, SizingHead
 from oval_core.page_sizing.training import record_of
-from oval_core.router_training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE
 from oval_core.routers.learned_file import ModelSizes, save_learned
 from oval_core.routers.output_head import OutputHead
 from oval_core.routers.repair import InputRepair
+from oval_core.training.tasks import RECORD_FILE, REPAIR_FILE, ROUTER_FILE
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
 SIZES = ModelSizes(layers=3, heads=2, group=2, hidden_size=32, head_dim=16)
@@ -77,6 +77,7 @@ def test_a_small_run_ends_in_one_json_line_that_the_readme_shows(
     assert "| output-head, int4-weights, after repair | held-out passages | – | – | 70.0% | – | – | – | 3 |" in text
     assert text.count("; 1503 steps, 1500 passages of 1,501 tokens, 1502 queries") == 1
     assert "A trained head's own weights, read at every step, are not in the bytes: output-head " in text
+    assert "A trained head's own weights, read at every step, are not in the bytes: output-head " in text
     assert text.count("* | – |") == sum(row["compiled"] for row in measured)
 
 
@@ -86,6 +87,8 @@ def test_every_part_is_there(model: Path, trained: Path, tmp_path: Path) -> None
     assert {router for router, _ in rows} >= {"basis", "box", "basis + decay 0.5", "basis reused 0.9", "output-head"}
     assert rows["output-head", "16"]["train_s"] == 12.5
     assert rows["output-head + coarse", "16"]["kl"] != rows["output-head", "16"]["kl"]
+    weights = sum(tensor.numel() for tensor in OutputHead(SIZES, dim=8).state_dict().values()) / 3
+    assert rows["output-head", "16"]["weights_ratio"] == pytest.approx(weights / (2 * 320 * 2 * 16))
     weights = sum(tensor.numel() for tensor in OutputHead(SIZES, dim=8).state_dict().values()) / 3
     assert rows["output-head", "16"]["weights_ratio"] == pytest.approx(weights / (2 * 320 * 2 * 16))
     assert 0 < rows["basis reused -1.0", "16"]["reused"] < 1

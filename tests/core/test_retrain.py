@@ -14,8 +14,8 @@ from oval_core.attach import binding_of
 from oval_core.metrics import retrain
 from oval_core.metrics.retrain import Retrainer, fitting
 from oval_core.metrics.watch import Watch
-from oval_core.router_training.run import LearningSettings
-from oval_core.router_training.tasks import RECORD_FILE, ROUTER_FILE
+from oval_core.training.run import LearningSettings
+from oval_core.training.tasks import RECORD_FILE, ROUTER_FILE
 from tests.core.tiny_models import generate, llama, prompt
 
 CONFIG = OvalConfig(page_size=8, budget_pages=8, seal_tokens=1, router="window", impl="reference", stats_every=1)

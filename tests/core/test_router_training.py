@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from oval_core import training
-from oval_core.router_training import learning, run
-from oval_core.router_training.course import STATE_FILE
-from oval_core.router_training.learning import fit_scales, routing_loss
-from oval_core.router_training.lessons import Lesson, Teacher, make_lessons
-from oval_core.router_training.passages import PassageSettings, cut_passages, watch_passage
-from oval_core.router_training.quantised import INT4_WEIGHTS, INT8_DYNAMIC, quantised, rounded
-from oval_core.router_training.run import LearningSettings, Run
-from oval_core.router_training.tasks import RECORD_FILE, ROUTERS, load_router, train_router
 from oval_core.routers.learned import LearnedHead, Places
 from oval_core.routers.learned_file import ModelSizes, save_learned
 from oval_core.routers.output_head import OutputHead
 from oval_core.routers.position_mlp import PositionMlpHead
 from oval_core.routers.repair import InputRepair
-from oval_core.training_state import StateFile
+from oval_core.training import __main__ as command
+from oval_core.training import learning, run
+from oval_core.training.course import STATE_FILE
+from oval_core.training.learning import fit_scales, routing_loss
+from oval_core.training.lessons import Lesson, Teacher, make_lessons
+from oval_core.training.passages import PassageSettings, cut_passages, watch_passage
+from oval_core.training.quantised import INT4_WEIGHTS, INT8_DYNAMIC, quantised, rounded
+from oval_core.training.run import LearningSettings, Run
+from oval_core.training.state import StateFile
+from oval_core.training.tasks import RECORD_FILE, ROUTERS, load_router, train_router
 from tests.core.tiny_models import llama, prompt
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
@@ -176,7 +176,7 @@ def test_lessons_are_where_the_dense_model_looks() -> None:
 def test_lessons_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, passages = llama(), cut_passages(TEXTS, PASSAGES)[0]
     first = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0}, coarse=True)
-    monkeypatch.setattr("oval_core.router_training.lessons.watch_passage", None)
+    monkeypatch.setattr("oval_core.training.lessons.watch_passage", None)
     again = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0}, coarse=True)
     assert all(torch.equal(tensor, vars(again[1])[name]) for name, tensor in vars(first[1]).items())
     without = make_lessons(tmp_path, model, passages, PASSAGES, {"seed": 0})[1]
@@ -300,7 +300,7 @@ def test_the_command_trains_a_router_and_its_repair(
     text.write_text("It is a truth universally acknowledged. " * 8)
     common = ["--model", str(model), "--text", str(text), "--passages", "1", "--context-tokens", "96"]
     common += ["--every-tokens", "48", "--asked-tokens", "2", "--steps", "2", "--budget-pages", "4", "--batch", "2"]
-    training.main(
+    command.main(
         [*common, "--router", "position-mlp", "--out", str(tmp_path / "router"), "--lessons", str(tmp_path / "lessons")]
     )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -309,13 +309,13 @@ def test_the_command_trains_a_router_and_its_repair(
     assert {"box", "quest", "basis", "position-mlp"} <= set(report["hit_rates"])
     file = tmp_path / "router" / "router.safetensors"
     repair = [*common, "--repair", str(file), "--out", str(tmp_path / "repair")]
-    training.main([*repair, "--quantise", INT4_WEIGHTS, "--lessons", str(tmp_path / "quantised")])
+    command.main([*repair, "--quantise", INT4_WEIGHTS, "--lessons", str(tmp_path / "quantised")])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report["hit_rates"]) == {"float", "before", "after"}
     assert (tmp_path / "quantised" / "0000.safetensors").exists()
     monkeypatch.setattr(torch.ao.quantization, "quantize_dynamic", None)
     with pytest.raises(SystemExit):
-        training.main([*repair[:-1], str(tmp_path / "other")])
+        command.main([*repair[:-1], str(tmp_path / "other")])
     assert "int8-dynamic needs torch.ao.quantization.quantize_dynamic" in capsys.readouterr().err
     assert json.loads((tmp_path / "router" / "training.json").read_text())["about"]["model"] == "model"
 
@@ -342,7 +342,7 @@ def test_the_command_names_what_is_wrong(
     if content is not None:
         text.write_text(content)
     with pytest.raises(SystemExit):
-        training.main(["--model", "none", "--text", str(text), "--out", str(tmp_path / "out"), *more])
+        command.main(["--model", "none", "--text", str(text), "--out", str(tmp_path / "out"), *more])
     assert message in capsys.readouterr().err
 
 

@@ -11,13 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from oval_core.router_training import hits, lessons, run
-from oval_core.router_training.hits import hit_rates, rehearse
-from oval_core.router_training.lessons import Teacher, make_lessons
-from oval_core.router_training.passages import PassageSettings, cut_passages, watch_passage
-from oval_core.router_training.quantised import INT4_WEIGHTS, quantised
-from oval_core.router_training.run import LearningSettings
-from oval_core.router_training.tasks import (
+from oval_core.routers import make_router
+from oval_core.routers.learned_file import ModelSizes
+from oval_core.routers.output_head import OutputHead, OutputHeadRouter
+from oval_core.routers.repair import RepairedRouter
+from oval_core.training import hits, lessons, run
+from oval_core.training.hits import hit_rates, rehearse
+from oval_core.training.lessons import Teacher, make_lessons
+from oval_core.training.passages import PassageSettings, cut_passages, watch_passage
+from oval_core.training.quantised import INT4_WEIGHTS, quantised
+from oval_core.training.run import LearningSettings
+from oval_core.training.tasks import (
     RECORD_FILE,
     REPAIR_FILE,
     ROUTER_FILE,
@@ -25,10 +29,6 @@ from oval_core.router_training.tasks import (
     train_repair,
     train_router,
 )
-from oval_core.routers import make_router
-from oval_core.routers.learned_file import ModelSizes
-from oval_core.routers.output_head import OutputHead, OutputHeadRouter
-from oval_core.routers.repair import RepairedRouter
 from tests.core.scenes import small_config
 from tests.core.tiny_models import llama, prompt
 
@@ -127,7 +127,7 @@ def test_hit_rates_with_another_budget_need_no_training(tmp_path: Path, monkeypa
 def test_an_interrupted_training_goes_on_with_another_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, pytest.raises(OSError, match="power cut"):  # noqa: PT012
         patched.setattr(run.Run, "_validate", lambda self: self.state.save(self._content()))
-        patched.setattr("oval_core.router_training.course.Record.add_weights", _power_cut)
+        patched.setattr("oval_core.training.course.Record.add_weights", _power_cut)
         train_router(tmp_path, llama(), TEXTS, "output-head", PASSAGES, LEARNING)
     monkeypatch.setattr(run, "routing_loss", None)
     more = dataclasses.replace(LEARNING, budget_pages=5)
@@ -191,7 +191,10 @@ def test_a_repair_is_trained_and_measured_on_the_quantised_model(tmp_path: Path)
     }
     assert rates == by_hand
     assert len({*rates.values()}) == 3
-    about = json.loads((tmp_path / RECORD_FILE).read_text())["about"]
+    record = json.loads((tmp_path / RECORD_FILE).read_text())
+    about, one = record["about"], dataclasses.replace(PASSAGES, asked_tokens=1)
+    watched = hit_rates(copy, HELD_OUT[:1], {"it": repaired}, one, 4)["it"]
+    assert record["validation"][-1]["hit_rate"] == pytest.approx(watched)
     source = {name: about[name] for name in about if name not in ("repaired", "router_weights", *vars(LEARNING))}
     for number, lesson in enumerate(make_lessons(tmp_path / "lessons", copy, LEARNED, PASSAGES, source)):
         on_copy, on_model = (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oval_core.training_state import (
+from oval_core.training.state import (
     StateFile,
     interrupts_wait,
     make_accelerator,
@@ -80,7 +80,7 @@ def test_a_thread_may_train_too() -> None:
 
 def test_bfloat16_is_used_only_where_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr("oval_core.training_state.Accelerator", lambda mixed_precision: made.append(mixed_precision))
+    monkeypatch.setattr("oval_core.training.state.Accelerator", lambda mixed_precision: made.append(mixed_precision))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     for has_amx in (True, False):

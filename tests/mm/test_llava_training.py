@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from oval_core.training_state import StateFile
+from oval_core.training.state import StateFile
 from oval_mm.recipes import llava_training
 from oval_mm.recipes.easy_vqa import ImageQuestions
 from oval_mm.recipes.llava_batches import (

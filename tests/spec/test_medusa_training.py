@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from oval_core.training_state import StateFile
+from oval_core.training.state import StateFile
 from oval_spec import MedusaDrafter, MedusaHeads, medusa_data, medusa_learning, medusa_training, speculative_generate
 from oval_spec.cached_model import head_of, watch_head
 from oval_spec.medusa_data import NOTHING, DataSettings, Frame, cut_prompts, go_on, read_lessons

@@ -10,19 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from oval_core.config import OvalConfig
-from oval_core.router_training.course import Course
-from oval_core.router_training.hits import require_budget
-from oval_core.router_training.learning import fit_scales
-from oval_core.router_training.passages import PassageSettings, cut_passages, digests
-from oval_core.router_training.quantised import INT8_DYNAMIC, quantised
-from oval_core.router_training.record import Record
-from oval_core.router_training.run import LearningSettings
 from oval_core.routers import Router, make_router
 from oval_core.routers.learned import LearnedRouter
 from oval_core.routers.learned_file import ModelSizes, kind_of
 from oval_core.routers.output_head import OutputHeadRouter
 from oval_core.routers.position_mlp import PositionMlpRouter
 from oval_core.routers.repair import InputRepair, RepairedRouter
+from oval_core.training.course import Course
+from oval_core.training.hits import require_budget
+from oval_core.training.learning import fit_scales
+from oval_core.training.passages import PassageSettings, cut_passages, digests
+from oval_core.training.quantised import INT8_DYNAMIC, quantised
+from oval_core.training.record import Record
+from oval_core.training.run import LearningSettings
 
 ROUTERS: dict[str, type[LearnedRouter]] = {kind.name: kind for kind in (PositionMlpRouter, OutputHeadRouter)}
 RIVALS = ("random", "window", "quest", "box", "basis", "oracle")
@@ -100,7 +100,7 @@ def train_repair(
         model: the one that the router was trained for.
         texts, passages, learning: see `train_router`.
         router: stays as it is.
-        how: one of `oval_core.router_training.quantised.KINDS`.
+        how: one of `oval_core.training.quantised.KINDS`.
         lessons: folder for what is learned from, which repairs on the same quantised model may share; None: in `out`.
 
     Raises: as `train_router` and `quantised` do.

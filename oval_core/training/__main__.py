@@ -5,7 +5,7 @@
     python -m oval_core.training --model NAME --text FILE [FILE ...] --repair ROUTER.safetensors --out DIR
 
 The model reads passages of the texts; at every stop the attention mass per page of a few positions is kept, and the
-router learns to guess it (`oval_core.router_training.learning` has the loss). A repair learns the same on a quantised
+router learns to guess it (`oval_core.training.learning` has the loss). A repair learns the same on a quantised
 copy of the model, with the router as it is. The progress bar shows the hit rate on a held-out passage. An interrupted
 run goes on where it stopped if the same command is given again. The last line printed is one JSON object: hit rates on
 held-out passages, beside those of other routers at the same number of pages.
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oval_core.router_training.passages import PassageSettings
-from oval_core.router_training.quantised import INT8_DYNAMIC, KINDS
-from oval_core.router_training.run import LearningSettings
-from oval_core.router_training.tasks import ROUTERS, load_router, train_repair, train_router
-from oval_core.text_files import read_texts, tokens_of
-from oval_core.training_state import make_accelerator, settings_from
+from oval_core.training.passages import PassageSettings
+from oval_core.training.quantised import INT8_DYNAMIC, KINDS
+from oval_core.training.run import LearningSettings
+from oval_core.training.state import make_accelerator, settings_from
+from oval_core.training.tasks import ROUTERS, load_router, train_repair, train_router
+from oval_core.training.texts import read_texts, tokens_of
 
 HELP = {
     "passages": "to learn from",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from oval_core.router_training.passages import PassageSettings, Watcher, watch_passage
 from oval_core.routers import Pages
 from oval_core.routers.oracle import exact_log_mass
 from oval_core.tensor_file import read_tensors
-from oval_core.training_state import Content, require_same, write_whole
+from oval_core.training.passages import PassageSettings, Watcher, watch_passage
+from oval_core.training.state import Content, require_same, write_whole
 
 KEPT = torch.float16
 

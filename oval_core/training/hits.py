@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from oval_core.router_training.passages import PassageSettings, Watcher, watch_passage
 from oval_core.routers import Pages, Router
 from oval_core.routers.oracle import exact_log_mass
+from oval_core.training.passages import PassageSettings, Watcher, watch_passage
 
 ASKED_TOKENS = 4  # of a stop, at most: each is asked about alone
 
@@ -126,7 +126,7 @@ def _fewer(settings: PassageSettings) -> PassageSettings:
 def _questions(query: Tensor, pages: Pages) -> Iterator[tuple[Tensor, Pages, Tensor]]:
     """Each query as if it were the only one, `[1, H, G, 1, D]`, what a router sees, and the pages' shares `[1, H, P]`.
 
-    None where the budget leaves no page out.
+    There is no question where the budget leaves no page out.
     """
     if int(pages.counts.max()) <= pages.most[0]:
         return

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from oval_core.router_training.run import Run
 from oval_core.routers.learned_file import save_learned
-from oval_core.training_state import Content, require_same, write_whole
+from oval_core.training.run import Run
+from oval_core.training.state import Content, require_same, write_whole
 
 BUDGET = "budget_pages"  # of the hit rates: it has no influence on the weights
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oval_core.router_training.lessons import Lesson
 from oval_core.routers.learned import LearnedHead, Places
 from oval_core.routers.repair import InputRepair
+from oval_core.training.lessons import Lesson
 
 LEAST_LOG_SHARE = -100.0  # pages that are left out have none
 LEAST_SPREAD = 1e-3

@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from oval_core.checks import check_count, check_positive
 from oval_core.config import OvalConfig
-from oval_core.router_training.learning import routing_loss
-from oval_core.router_training.lessons import Lesson
 from oval_core.routers.learned import LearnedHead
 from oval_core.routers.learned_file import LearnedModule
 from oval_core.routers.repair import InputRepair
-from oval_core.training_state import Content, StateFile, interrupts_wait, make_accelerator, share_of_rate
+from oval_core.training.learning import routing_loss
+from oval_core.training.lessons import Lesson
+from oval_core.training.state import Content, StateFile, interrupts_wait, make_accelerator, share_of_rate
 
 LARGEST_GRADIENT, WEIGHT_DECAY = 1.0, 0.01
 VALIDATIONS = 10  # of a training

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oval_core.router_training.hits import hit_rates, rehearse
-from oval_core.router_training.lessons import Lesson, make_lessons
-from oval_core.router_training.passages import PassageSettings, cut_passages, digests
-from oval_core.router_training.record import BUDGET, Record
-from oval_core.router_training.run import LearningSettings, Run
 from oval_core.routers import Router
 from oval_core.routers.learned import LearnedHead
 from oval_core.routers.learned_file import ModelSizes
 from oval_core.routers.repair import InputRepair
-from oval_core.training_state import Content, StateFile
+from oval_core.training.hits import hit_rates, rehearse
+from oval_core.training.lessons import Lesson, make_lessons
+from oval_core.training.passages import PassageSettings, cut_passages, digests
+from oval_core.training.record import BUDGET, Record
+from oval_core.training.run import LearningSettings, Run
+from oval_core.training.state import Content, StateFile
 
 STATE_FILE = "training.pt"
 FEW_WEIGHTS = 16  # of each tensor of a model, by which it is known

@@ -1,1 +1,0 @@
-"""Training of learned routers, behind `python -m oval_core.training`: what they learn from, how, and what they hit."""
