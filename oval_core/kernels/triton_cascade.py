@@ -56,6 +56,8 @@ def unsupported(
     """Why `cascade` cannot serve this call, which then goes tier by tier, or None."""
     if query.requires_grad:
         return "gradients"
+    if query.shape[2] != 1:
+        return "several queries"
     if mask is not None or layer.store.visible is not None:
         return "attention mask"
     if softcap is not None:
