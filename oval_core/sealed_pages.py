@@ -19,7 +19,9 @@ from oval_core.page_store import PageStore
 from oval_core.page_table import PageTable
 from oval_core.routers import Router
 
-SCRATCH_BYTES = 8 << 20  # of the float32 keys summarised in one go: sealing a long prompt needs little memory at a time
+# Of the float32 keys summarised in one go: on a CPU what its cache holds, elsewhere what makes launches few; either way
+# sealing a long prompt needs little memory at a time.
+CPU_SCRATCH_BYTES, SCRATCH_BYTES = 8 << 20, 256 << 20
 SPARE_PAGES = 16
 GROWTH = 1.5
 
@@ -164,7 +166,8 @@ class SealedPages:
             values = on_device(getattr(table, name)[pages.start : pages.stop], self.starts.device)
             getattr(self, name)[rows, pages.start : pages.stop] = values
         batch, heads, _, dim = store.storage[0][rows].shape
-        at_once = max(1, SCRATCH_BYTES // (4 * batch * heads * self._page_size * dim))
+        scratch = CPU_SCRATCH_BYTES if self.starts.device.type == "cpu" else SCRATCH_BYTES
+        at_once = max(1, scratch // (4 * batch * heads * self._page_size * dim))
         for first in range(pages.start, pages.stop, at_once):
             self._summarise(store, rows, table, range(first, min(first + at_once, pages.stop)))
 
