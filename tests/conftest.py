@@ -4,6 +4,7 @@ import os
 import random
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before CUDA starts: deterministic algorithms ask for it
 
 import numpy as np
 import pytest
