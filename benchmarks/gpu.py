@@ -3,7 +3,8 @@
 Layers are compared with SDPA's FlashAttention over the same keys and values, and with the floor: the bytes that OVAL
 reads over the bandwidth that a large copy reaches. Steps are those of a randomly initialised model under transformers'
 caches and under OVAL, launched kernel by kernel and as CUDA graphs. Everything is timed in turns; figures are medians.
-An implementation that fails a check gets no figures.
+An implementation that fails a check gets no figures. Every part is measured in a process of its own, and the JSON file
+is written after every row: what ends one of them takes no other row with it.
 """
 
 from __future__ import annotations
@@ -12,60 +13,68 @@ import argparse
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from benchmarks.gpu_checks import check_kernels
-from benchmarks.gpu_clock import Budget, layer_clock
-from benchmarks.gpu_layer import Case, measure_layer
-from benchmarks.gpu_model import LLAMA_8B, measure_step, random_model
-from benchmarks.gpu_rows import Check, Row, gpu_table
-from benchmarks.layer import copy_bandwidth
-from benchmarks.machine import command_line, describe_machine, publish
+from benchmarks.gpu_clock import Budget
+from benchmarks.gpu_model import LLAMA_8B
+from benchmarks.gpu_parts import Bandwidth, Item, Part, measure
+from benchmarks.gpu_process import apart, stoppable
+from benchmarks.gpu_rows import Case, Check, Row, gpu_table
+from benchmarks.machine import command_line, describe_machine, publish, save
 from benchmarks.readme import MEASUREMENTS
 from oval_core import kernels
 
 SHAPES = {"Llama-3.1-8B": (32, 8, 128), "LLaVA-1.5-7B": (32, 32, 128)}  # query heads, KV heads, head dimension
 MODEL, MODEL_SIZES = "Llama-3.1-8B", LLAMA_8B
-DTYPE = torch.bfloat16
-LAYERS_SHARE = 0.5  # of the time; the rest is for models
+DTYPES = (torch.bfloat16, torch.float32)  # measured, checked: next to no rounding hides a fault in the second
+SHARES = {"layer": 0.5, "eager": 0.7, "graph": 0.85}  # of the time when the best implementation is done with each
+LATE_S = 60  # beyond the end of the time for what has begun
 PACKAGES = ("triton", "flash-attn", "flash-attn-3")
+Run = Callable[[Part], Iterator[Item]]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; see `--help`. Exits with status 2 where there is no such device."""
     options = _parse(arguments)
-    device = torch.device(options.device)
-    budget = Budget(options.minutes)
-    impls = options.impls or kernels.available(device)[:0:-1]
-    bandwidth = copy_bandwidth(device, layer_clock(device))
-    print(f"copy: {bandwidth / 1e9:.0f} GB/s", flush=True)
-    checks = [check for impl in impls for check in _checks(impl, device)]
-    for check in checks:
-        print(f"{'ok    ' if check.passed else 'FAILED'} {check}", flush=True)
-    failed = {check.impl: f"failed the check of {check.kernel}" for check in checks if not check.passed}
-    rows = list(_rows(options, device, budget, impls, failed, bandwidth))
-    result = {
+    device, result = torch.device(options.device), _empty_result(options.device, arguments)
+    with stoppable():
+        try:
+            for item in _items(options, device):
+                print(item, flush=True)
+                _add(result, item)
+                save(result, options.out)
+        finally:  # also where it is stopped
+            print(gpu_table(result))
+            publish(result, options.out)
+
+
+def _empty_result(device: str, arguments: list[str] | None) -> dict[str, Any]:
+    return {
         "benchmark": "gpu",
         "command": command_line("gpu", arguments),
-        "machine": describe_machine() | {"device": str(device), "cuda": torch.version.cuda, "packages": _packages()},
-        "bandwidth_bytes_per_s": bandwidth,
-        "checks": [asdict(check) | {"passed": check.passed} for check in checks],
-        "rows": [asdict(row) for row in rows],
+        "machine": describe_machine() | {"device": device, "cuda": torch.version.cuda, "packages": _packages()},
+        "bandwidth_bytes_per_s": None,
+        "checks": [],
+        "rows": [],
     }
-    print(gpu_table(result))
-    publish(result, options.out)
+
+
+def _add(result: dict[str, Any], item: Item) -> None:
+    if isinstance(item, Bandwidth):
+        result["bandwidth_bytes_per_s"] = item.bytes_per_s
+    elif isinstance(item, Check):
+        result["checks"].append(asdict(item) | {"passed": item.passed})
+    else:
+        result["rows"].append(asdict(item))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument(
-        "--minutes", type=float, default=10, help="begin nothing new after these (default: %(default)s)"
-    )
+    parser.add_argument("--minutes", type=float, default=8, help="begin nothing new after these (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="the shortest context, one row, few rounds")
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -87,65 +96,59 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _checks(impl: str, device: torch.device) -> list[Check]:
-    """Of all kernels on all shapes; a kernel that raises has failed."""
-    try:
-        return [check for shape, sizes in SHAPES.items() for check in check_kernels(impl, shape, sizes, DTYPE, device)]
-    except Exception as error:  # whatever a compiler or a driver raises: the other implementations go on
-        return [Check(impl, "", f"all kernels ({type(error).__name__}: {error})", float("inf"), 0.0)]
-
-
-def _rows(
-    options: argparse.Namespace,
-    device: torch.device,
-    budget: Budget,
-    impls: list[str],
-    failed: dict[str, str],
-    bandwidth: float,
-) -> Iterator[Row]:
-    """Layers first, for as long as is theirs; then models, captured ones last: a failed capture may spoil the rest."""
-    good = [impl for impl in impls if impl not in failed]
+def _items(options: argparse.Namespace, device: torch.device) -> Iterator[Item]:
+    """The best implementation first: its checks, layers, and steps of a model; then checks and layers of the others."""
+    budget, steps_wanted = Budget(options.minutes), True
+    run = partial(apart, budget.end + LATE_S, measure) if device.type == "cuda" else measure
     plan = [(context, batch) for context in options.contexts for batch in options.batches]
-    yield from (Row("layer", "all", 0, 0, impl, reason) for impl, reason in failed.items())
-    if not good:
-        return
-    for context, batch in plan:
-        for shape in options.shapes:
-            case = Case(shape, SHAPES[shape], context, batch)
-            layer = partial(measure_layer, case, good, DTYPE, device, bandwidth, options.rounds)
-            empty = [Row("layer", shape, context, batch, impl) for impl in good]
-            yield from _measured(layer, empty, budget.spent(LAYERS_SHARE))
-    yield from _steps(options, device, budget, good[0], plan)
+    layers = tuple(Case(shape, SHAPES[shape], *sizes) for sizes in plan for shape in options.shapes)
+    steps = tuple(Case(MODEL, SHAPES.get(MODEL, (0, 0, 0)), *sizes) for sizes in plan)
+    for impl in options.impls or kernels.available(device)[:0:-1]:
+        part = Part("checks", impl, layers, SHAPES, MODEL_SIZES, DTYPES, device, options.rounds, budget, 1.0)
+        failed = None
+        for check in _checks(part, run):
+            failed = failed or (None if check.passed else check.kernel)
+            yield check
+        if failed is not None:
+            yield Row("layer", "all", 0, 0, impl, f"failed the check of {failed}")
+            continue
+        yield from _rows(replace(part, kind="layer", share=SHARES["layer"] if steps_wanted else 1.0), run)
+        for kind in ("eager", "graph") if steps_wanted else ():
+            yield from _rows(replace(part, kind=kind, cases=steps, share=SHARES[kind]), run)
+        steps_wanted = False
 
 
-def _steps(
-    options: argparse.Namespace, device: torch.device, budget: Budget, impl: str, plan: list[tuple[int, int]]
-) -> Iterator[Row]:
-    model = cache(partial(random_model, MODEL_SIZES, DTYPE, device))
-    for graph in (False, True):
-        for context, batch in plan:
-            step = partial(_step, model, MODEL, context, batch, impl, graph, options.rounds)
-            empty = [Row("graph" if graph else "eager", MODEL, context, batch, impl)]
-            yield from _measured(step, empty, budget.spent())
+def _checks(part: Part, run: Run) -> Iterator[Check]:
+    """A kernel that raises, or ends its process, has failed."""
+    try:
+        for item in run(part):
+            assert isinstance(item, Check)
+            yield item
+    except Exception as error:  # whatever a compiler or a driver raises: the other implementations go on
+        yield Check(part.impl, "", f"all kernels ({_line(error)})", float("inf"), 0.0)
 
 
-def _step(model: Callable[[], PreTrainedModel], *arguments: Any) -> list[Row]:
-    """A step of a model that is made when it is wanted first."""
-    return measure_step(model(), *arguments)
-
-
-def _measured(measure: Callable[[], list[Row]], empty: list[Row], reason: str | None) -> list[Row]:
-    """What `measure` gives; with a reason not to begin, and where it fails, rows without figures."""
-    rows: list[Row] = []
-    if reason is None:
+def _rows(part: Part, run: Run) -> Iterator[Item]:
+    """One row a case. A case that ends its process has no figures, and the next process goes on behind it."""
+    left = part.cases
+    while left:
+        reason = part.budget.spent(part.share)
+        if reason is not None:
+            yield from (part.empty(case, reason) for case in left)
+            return
         try:
-            rows = measure()
-        except Exception as error:  # whatever a driver raises: what was measured before must not be lost
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    rows = rows or [replace(row, reason=reason) for row in empty]
-    for row in rows:
-        print(row, flush=True)
-    return rows
+            for item in run(replace(part, cases=left)):
+                left = left[1:] if isinstance(item, Row) else left
+                yield item
+            return
+        except Exception as error:  # the same
+            if left:
+                yield part.empty(left[0], _line(error))
+            left = left[1:]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _packages() -> dict[str, str | None]:
@@ -160,5 +163,4 @@ def _packages() -> dict[str, str | None]:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     main()

@@ -20,8 +20,13 @@ def layer_clock(device: torch.device) -> Clock:
     """
     if device.type != "cuda":
         return wall_s
-    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    return lambda call: _event_s(call, scratch.zero_)
+    overwrite = flush(device)
+    return lambda call: _event_s(call, overwrite)
+
+
+def flush(device: torch.device) -> Callable[[], object]:
+    """A call that overwrites what a GPU's cache holds; on a CPU it does nothing."""
+    return torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device).zero_
 
 
 def step_clock(device: torch.device) -> Clock:
@@ -50,7 +55,7 @@ def lacking_memory(device: torch.device, needed_bytes: float) -> str | None:
 
 
 class Budget:
-    """A stretch of time.
+    """A stretch of time, the same in all processes.
 
     Args:
         minutes: how long, from now on.
@@ -58,6 +63,11 @@ class Budget:
 
     def __init__(self, minutes: float) -> None:
         self._begin, self._seconds = time.monotonic(), 60 * minutes
+
+    @property
+    def end(self) -> float:
+        """When it ends, of `time.monotonic`."""
+        return self._begin + self._seconds
 
     def spent(self, share: float = 1.0) -> str | None:
         """Why nothing new is begun after a share of it, or None."""

@@ -1,4 +1,9 @@
-"""Speed of a whole decoding step of a random model on a GPU, launched kernel by kernel or as a CUDA graph."""
+"""Speed of a whole decoding step of a random model on a GPU, launched kernel by kernel or as a CUDA graph.
+
+The baselines: OVAL's own storage, which copies nothing, read whole by SDPA's FlashAttention; transformers' StaticCache,
+whose mask SDPA's FlashAttention does not take; transformers' DynamicCache, which copies itself at every step. A replay
+of a graph writes to the place of the token that was captured: good for timing, not for decoding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from benchmarks.alternating import WARM_UP_ROUNDS, median_ms, speedup, time_in_turns
 from benchmarks.decode import KeysValues, fill, stepper, twin
 from benchmarks.gpu_clock import lacking_memory, step_clock
-from benchmarks.gpu_rows import Row
+from benchmarks.gpu_graph import Call, captured
+from benchmarks.gpu_rows import Case, Row
 from oval_core import OvalConfig, attach
 from oval_core.model_shape import head_dim_of
 
@@ -25,9 +31,9 @@ LLAMA_8B: dict[str, Any] = {  # meta-llama/Llama-3.1-8B
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
 }
-CACHES = 3.5  # times the keys and values: DynamicCache, StaticCache, OVAL's, and what making them needs
-REASON_CHARACTERS = 160
-Call = Callable[[], object]
+BASELINES = ("store", "static", "dynamic")  # those that fit, the strongest first; graphs do without the last
+SPARE_CACHES = 0.5  # what making and growing them needs, in caches
+NEVER_TOKENS = 1 << 40  # to collect before pages are sealed
 
 
 def random_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -39,23 +45,34 @@ def random_model(sizes: dict[str, Any], dtype: torch.dtype, device: torch.device
 
 
 @torch.inference_mode()
-def measure_step(
-    model: PreTrainedModel, shape: str, context: int, batch: int, impl: str, graph: bool, rounds: int
-) -> list[Row]:
-    """One step over a cache of `context` random tokens in each of `batch` rows."""
+def measure_step(get_model: Callable[[], PreTrainedModel], case: Case, impl: str, graph: bool, rounds: int) -> Row:
+    """One step over a cache of `case.context` random tokens in each of `case.batch` rows."""
+    model = get_model()
     device = model.device
-    row = partial(Row, "graph" if graph else "eager", shape, context, batch, impl)
+    row = partial(Row, "graph" if graph else "eager", case.shape, case.context, case.batch, impl)
     if graph and device.type != "cuda":
-        return [row(f"no CUDA graphs on {device.type}")]
-    lacking = lacking_memory(device, CACHES * batch * context * _token_bytes(model))
+        return row(f"no CUDA graphs on {device.type}")
+    baselines, lacking = _fitting(model, case, BASELINES[: 2 if graph else 3])
     if lacking:
-        return [row(lacking)]
-    with attach(twin(model), OvalConfig(router="basis", impl=impl, stats_every=0)) as handle:
-        steps, refused = _steps(model, handle.model, context, batch, rounds), ""
-        if graph:
-            steps, refused = _captured(steps)
+        return row(lacking)
+    plain = OvalConfig(router="box", seal_tokens=NEVER_TOKENS, impl=impl, stats_every=0)  # no page, hence dense
+    sparse = OvalConfig(router="basis", impl=impl, stats_every=0)
+    with attach(twin(model), plain) as store, attach(twin(model), sparse) as oval:
+        models = {"store": store.model, "static": model, "dynamic": model, "oval": oval.model}
+        steps = _steps({name: models[name] for name in (*baselines, "oval")}, case, rounds)
+        steps, refused = captured(steps) if graph else (steps, "")
         seconds = time_in_turns(steps, rounds, step_clock(device))
-        return [row(refused or None, **_figures(seconds, handle.stats()["read_ratio"]))]
+        return row(refused or None, **_figures(seconds, oval.stats()["read_ratio"]))
+
+
+def _fitting(model: PreTrainedModel, case: Case, names: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    """As many of the baselines as fit beside OVAL; why there is none."""
+    cache_bytes = case.batch * case.context * _token_bytes(model)
+    for count in range(len(names), 0, -1):
+        lacking = lacking_memory(model.device, (count + 1 + SPARE_CACHES) * cache_bytes)
+        if lacking is None:
+            return names[:count], None
+    return (), lacking
 
 
 def _token_bytes(model: PreTrainedModel) -> int:
@@ -64,18 +81,17 @@ def _token_bytes(model: PreTrainedModel) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(config) * model.dtype.itemsize
 
 
-def _steps(
-    model: PreTrainedModel, paged_model: PreTrainedModel, context: int, batch: int, rounds: int
-) -> dict[str, Call]:
-    """Calls that decode one token each."""
-    states = _random_states(model, context, batch)
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    room = context + rounds + 2 * WARM_UP_ROUNDS + 8
-    return {
-        "dynamic": stepper(model, fill(DynamicCache(config=model.config), states), token),
-        "static": stepper(model, fill(StaticCache(config=model.config, max_cache_len=room), states), token),
-        "oval": stepper(paged_model, fill(DynamicCache(config=model.config), states), token),
-    }
+def _steps(models: dict[str, PreTrainedModel], case: Case, rounds: int) -> dict[str, Call]:
+    """Calls that decode one token each, by cache."""
+    model = models["oval"]
+    states = _random_states(model, case.context, case.batch)
+    token = torch.ones(case.batch, 1, dtype=torch.long, device=model.device)
+    room = case.context + rounds + 2 * WARM_UP_ROUNDS + 8
+    steps = {}
+    for name, each in models.items():
+        empty = partial(StaticCache, max_cache_len=room) if name == "static" else DynamicCache
+        steps[name] = stepper(each, fill(empty(config=each.config), states), token)
+    return steps
 
 
 def _random_states(model: PreTrainedModel, context: int, batch: int) -> KeysValues:
@@ -87,42 +103,8 @@ def _random_states(model: PreTrainedModel, context: int, batch: int) -> KeysValu
     return [(random(), random())] * config.num_hidden_layers
 
 
-def _captured(steps: dict[str, Call]) -> tuple[dict[str, Call], str]:
-    """Replays of the steps that could be captured as CUDA graphs, and why others could not.
-
-    A replay writes to the place of the token that was captured: good for timing, not for decoding.
-    """
-    graphs: dict[str, Call] = {}
-    refused = []
-    for name in ("static", "oval"):
-        try:
-            graphs[name] = _graph_of(steps[name])
-        except RuntimeError as error:
-            refused.append(f"{name} was not captured: {_root(error)}")
-    return graphs, "; ".join(refused)
-
-
-def _graph_of(step: Call) -> Call:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # a capture that fails does not give the stream back
-        for _ in range(WARM_UP_ROUNDS):
-            step()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
-
-
-def _root(error: BaseException) -> str:
-    """The first line of what went wrong first."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}".splitlines()[0][:REASON_CHARACTERS]
-
-
 def _figures(seconds: dict[str, list[float]], read_ratio: float | None) -> dict[str, Any]:
-    """Of the caches that were timed; dense is the faster one."""
+    """Of the caches that were timed; dense is the fastest other one."""
     ms = {name: median_ms(values) for name, values in seconds.items()}
     oval_ms = ms.pop("oval", None)
     dense = min(ms, key=lambda name: ms[name], default=None)

@@ -8,6 +8,16 @@ from benchmarks.markdown import Result, table
 
 
 @dataclass(frozen=True)
+class Case:
+    """What is measured: a name, query heads, KV heads and head dimension, tokens in the cache, rows."""
+
+    shape: str
+    sizes: tuple[int, int, int]
+    context: int
+    batch: int
+
+
+@dataclass(frozen=True)
 class Row:
     """One measurement.
 
@@ -15,13 +25,13 @@ class Row:
         part: "layer" (one attention layer), or "eager" or "graph" (a whole decoding step of a model).
         impl: the kernel implementation.
         reason: why figures are missing; None: none is.
-        dense_ms, oval_ms: medians. Dense is SDPA's FlashAttention for a layer, the faster of transformers' caches for a
-            step.
-        vs_dense: how many times faster than dense.
+        dense_ms, oval_ms: medians. Dense is SDPA's FlashAttention for a layer, the fastest of the caches for a step.
+        graph_ms: of the same layer replayed as a CUDA graph, which needs no Python.
+        vs_dense, graph_vs_dense: how many times faster than dense.
         floor_ms: the bytes that OVAL reads over the bandwidth that a large copy reaches.
-        of_floor: `floor_ms / oval_ms`.
+        of_floor: `floor_ms / graph_ms`; `floor_ms / oval_ms` where there is no graph.
         read_ratio: bytes that OVAL reads over those that dense reads.
-        parts_ms: medians of the tiers of a layer, or of the caches that dense was measured with.
+        parts_ms: means of the kernels of a layer, or medians of the caches that dense was measured with.
     """
 
     part: str
@@ -32,7 +42,9 @@ class Row:
     reason: str | None = None
     dense_ms: float | None = None
     oval_ms: float | None = None
+    graph_ms: float | None = None
     vs_dense: float | None = None
+    graph_vs_dense: float | None = None
     floor_ms: float | None = None
     of_floor: float | None = None
     read_ratio: float | None = None
@@ -65,7 +77,9 @@ def gpu_table(result: Result) -> str:
         "kernels",
         "dense [ms]",
         "OVAL [ms]",
+        "as a graph [ms]",
         "vs dense",
+        "graph vs dense",
         "of floor",
         "parts [ms], notes",
     )
@@ -74,12 +88,13 @@ def gpu_table(result: Result) -> str:
 
 def _line(row: Result) -> tuple[str, ...]:
     name = (row["part"], row["shape"], f"{row['context']:,}", str(row["batch"]), row["impl"])
-    faster = "–" if row["vs_dense"] is None else f"{row['vs_dense']:.2f}x"
+    faster = ("–" if row[name] is None else f"{row[name]:.2f}x" for name in ("vs_dense", "graph_vs_dense"))
     share = "–" if row["of_floor"] is None else f"{row['of_floor']:.0%}"
     notes = [f"{part} {ms:.3f}" for part, ms in row["parts_ms"].items()]
     if row["reason"] is not None:
         notes.append(row["reason"])
-    return (*name, _ms(row["dense_ms"]), _ms(row["oval_ms"]), faster, share, ", ".join(notes))
+    times = (_ms(row[column]) for column in ("dense_ms", "oval_ms", "graph_ms"))
+    return (*name, *times, *faster, share, ", ".join(notes))
 
 
 def _ms(value: float | None) -> str:

@@ -36,10 +36,17 @@ def command_line(benchmark: str, arguments: Sequence[str] | None) -> str:
 
 def publish(result: dict[str, Any], out: Path) -> None:
     """Write `result` to `out/<benchmark>.json` and print it as the last line."""
+    save(result, out)
+    print(json.dumps(result), flush=True)
+
+
+def save(result: dict[str, Any], out: Path) -> None:
+    """Write `result` to `out/<benchmark>.json`; a process that is ended meanwhile leaves what was there."""
     out.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(result)
-    (out / f"{result['benchmark']}.json").write_text(line + "\n")
-    print(line)
+    target = out / f"{result['benchmark']}.json"
+    unfinished = target.with_suffix(".json.new")
+    unfinished.write_text(json.dumps(result) + "\n")
+    unfinished.replace(target)
 
 
 def _cpu_name() -> str:
