@@ -121,7 +121,7 @@ def _mask_change(layer: OvalLayer, mask: Tensor | None) -> str | None:
 def _bounded_mask(layer: OvalLayer, num_queries: int, mask: Tensor | None) -> Tensor | None:
     """The given mask; where rows differ in length or no mask says so, no query reads beyond its own position."""
     store = layer.store
-    if mask is not None:
+    if mask is not None and mask.shape[0] != len(store.lengths):  # else all layers see one and the same tensor
         mask = mask.expand(len(store.lengths), -1, -1, -1)
     implied = store.is_ragged or (mask is None and 1 < num_queries < store.num_tokens)
     if not implied or (mask is not None and mask.dtype != torch.bool):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+QUERIES_AT_ONCE = 256  # of a mask that is looked at: its copies stay small beside it
 
 
 def flash_attention(
@@ -32,32 +34,57 @@ def flash_attention(
     """
     padding = None
     if mask is not None:
-        padding = _padding(module, query.shape[2], mask, kwargs)
-        if padding is None:
+        if not _is_plain(module, mask, kwargs.get("is_causal")):
             return None
-        padding = None if bool(padding.all()) else padding
+        found = _padding(mask, kwargs.get("sliding_window"))
+        if found is None:
+            return None
+        padding = found.tokens
     seen = _View(module, config=_View(module.config, _attn_implementation=dense_impl))
     function = AttentionInterface()[dense_impl]
     out: Tensor = function(seen, query, key, value, padding, scaling=scaling, dropout=dropout, **kwargs)[0]
     return out
 
 
-def _padding(module: nn.Module, num_queries: int, mask: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Tokens that some query may read, bool `[B, T]`, if these and their order say all that `mask` does; else None."""
-    is_causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+class _Padding(NamedTuple):
+    """Tokens that some query may read, bool `[B, T]`; None: all."""
+
+    tokens: Tensor | None
+
+
+def _is_plain(module: nn.Module, mask: Tensor, is_causal: bool | None) -> bool:
+    """Whether the attention is causal and the mask one of bools for all heads."""
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return bool(is_causal) and mask.dtype == torch.bool and mask.shape[1] == 1
+
+
+def _padding(mask: Tensor, window: int | None) -> _Padding | None:
+    """The padding, if it and the order of the tokens say all that `mask [B, 1, Q, T]` does; else None.
+
+    It is kept with the mask, which all layers share: finding it out reads all of the mask and waits for the device.
+    """
+    kept: dict[int | None, _Padding | None] = mask.__dict__.setdefault("oval_padding", {})
+    if window not in kept:
+        kept[window] = _derived_padding(mask, window)
+    return kept[window]
+
+
+def _derived_padding(mask: Tensor, window: int | None) -> _Padding | None:
+    shown, (num_queries, num_tokens) = mask[:, 0], mask.shape[2:]
+    padding = torch.stack([part.any(1) for part in shown.split(QUERIES_AT_ONCE, 1)]).any(0)  # [B, T]
+    key = torch.arange(num_tokens, device=mask.device)
+    alike = []
+    for part, position in zip(
+        shown.split(QUERIES_AT_ONCE, 1), key[num_tokens - num_queries :].split(QUERIES_AT_ONCE), strict=True
+    ):
+        reachable = key <= position[:, None]
+        if window is not None:
+            reachable &= key > position[:, None] - window
+        alike.append((part == (reachable & padding[:, None])).all())
+    all_alike, all_shown = torch.stack([torch.stack(alike).all(), padding.all()]).tolist()
+    if not all_alike:
         return None
-    if mask.dtype != torch.bool or mask.shape[1] != 1:
-        return None
-    key = torch.arange(mask.shape[3], device=mask.device)
-    position = key[mask.shape[3] - num_queries :, None]
-    reachable = key <= position  # [Q, T]
-    window = kwargs.get("sliding_window")
-    if window is not None:
-        reachable &= key > position - window
-    shown = mask[:, 0]
-    padding = shown.any(1)
-    return padding if bool((shown == (reachable & padding[:, None])).all()) else None
+    return _Padding(None if all_shown else padding)
 
 
 class _View:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as transformers_flash
 
-from oval_core import OvalConfig, attach
+from oval_core import OvalConfig, attach, dense_flash
 from tests.core import flash_packages, tiny_models
 from tests.core.tiny_models import prompt
 
@@ -79,6 +79,29 @@ def test_padding_goes_there_as_one_mask_for_all_queries(model: PreTrainedModel, 
     for mine, theirs in zip(ours, asked, strict=True):
         assert mine["cu_seqlens_k"].tolist() == theirs["cu_seqlens_k"].tolist() == [0, 40, 77, 111]
     assert_close(got[mask.bool()], plain[mask.bool()])
+
+
+@pytest.mark.parametrize("make", [tiny_models.llama, tiny_models.mistral])
+def test_padding_is_found_out_once_for_all_layers(
+    calls: flash_packages.Calls, monkeypatch: pytest.MonkeyPatch, make: Callable[[], PreTrainedModel]
+) -> None:
+    model = make()
+    model.set_attn_implementation("flash_attention_2")
+    derived = dense_flash._derived_padding
+    looks: list[int | None] = []
+
+    def noted(mask: Tensor, window: int | None) -> Any:
+        looks.append(window)
+        return derived(mask, window)
+
+    monkeypatch.setattr(dense_flash, "_derived_padding", noted)
+    monkeypatch.setattr(dense_flash, "QUERIES_AT_ONCE", 7)
+    with attach(model, SPARSE):
+        model(prompt(40, rows=3), attention_mask=padded(3, 40))
+        assert len(looks) == 1
+        model(prompt(40, rows=3), attention_mask=padded(3, 40))  # a new mask
+    assert len(looks) == 2
+    assert names(calls) == ["flash_attn_varlen_func"] * 4
 
 
 def test_greedy_text_of_padded_rows(model: PreTrainedModel, calls: flash_packages.Calls) -> None:
