@@ -102,7 +102,7 @@ def _items(options: argparse.Namespace, device: torch.device) -> Iterator[Item]:
     run = partial(apart, budget.end + LATE_S, measure) if device.type == "cuda" else measure
     plan = [(context, batch) for context in options.contexts for batch in options.batches]
     layers = tuple(Case(shape, SHAPES[shape], *sizes) for sizes in plan for shape in options.shapes)
-    steps = tuple(Case(MODEL, SHAPES.get(MODEL, (0, 0, 0)), *sizes) for sizes in plan)
+    steps = tuple(Case(MODEL, _sizes_of_model(), *sizes) for sizes in plan)
     for impl in options.impls or kernels.available(device)[:0:-1]:
         part = Part("checks", impl, layers, SHAPES, MODEL_SIZES, DTYPES, device, options.rounds, budget, 1.0)
         failed = None
@@ -116,6 +116,11 @@ def _items(options: argparse.Namespace, device: torch.device) -> Iterator[Item]:
         for kind in ("eager", "graph") if steps_wanted else ():
             yield from _rows(replace(part, kind=kind, cases=steps, share=SHARES[kind]), run)
         steps_wanted = False
+
+
+def _sizes_of_model() -> tuple[int, int, int]:
+    heads = MODEL_SIZES["num_attention_heads"]
+    return heads, MODEL_SIZES["num_key_value_heads"], MODEL_SIZES["hidden_size"] // heads
 
 
 def _checks(part: Part, run: Run) -> Iterator[Check]:

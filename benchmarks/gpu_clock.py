@@ -25,8 +25,8 @@ def layer_clock(device: torch.device) -> Clock:
 
 
 def flush(device: torch.device) -> Callable[[], object]:
-    """A call that overwrites what a GPU's cache holds; on a CPU it does nothing."""
-    return torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device).zero_
+    """A call that overwrites what a GPU's cache holds, by an operation that no step has; on a CPU it does nothing."""
+    return torch.zeros(FLUSH_BYTES // 4 if device.type == "cuda" else 0, device=device).ceil_
 
 
 def step_clock(device: torch.device) -> Clock:

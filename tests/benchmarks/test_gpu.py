@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu, gpu_checks, gpu_clock, gpu_graph, gpu_model, gpu_parts, gpu_process
+from benchmarks import gpu, gpu_checks, gpu_clock, gpu_graph, gpu_model, gpu_parts, gpu_process, gpu_profile
 from benchmarks.gpu_layer import measure_layer
 from benchmarks.gpu_parts import Part
 from benchmarks.gpu_rows import Case, Check, Row
@@ -283,6 +283,18 @@ def test_a_step_that_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch
     assert refused == "oval was not captured: RuntimeError: operation not permitted when stream is capturing"
     figures = gpu_model._figures({"static": [1.0, 3.0]}, None)
     assert (figures["dense_ms"], figures["oval_ms"], figures["vs_dense"]) == (2000, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("exact_kernel", "exact_kernel"),
+        ("void at::native::radix_sort<float, at::native::Less<float> >(float*, int)", "radix_sort"),
+        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD"),
+    ],
+)
+def test_kernels_have_short_names(name: str, short: str) -> None:
+    assert gpu_profile._short(name) == short
 
 
 def test_numbers_that_a_graph_copies_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
