@@ -1,7 +1,8 @@
 """What the Triton kernels need of a GPU: registers, shared memory, spills. Compiles ahead of time, without a GPU.
 
-The launches of one decoding step and of a chunk of drafted tokens are recorded, not run, on tensors of Llama-3.1-8B's
-shapes; each kernel is then compiled for exactly the arguments it was launched with.
+The launches of one decoding step and of a chunk of drafted tokens are recorded, not run, on tensors of many shapes;
+each kernel is then compiled for exactly the arguments it was launched with. The table shows the worst of each kernel:
+what does not fit or spills most first, then what takes most shared memory, then most registers.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
@@ -31,7 +34,7 @@ from oval_core.basis import PageBasis
 from oval_core.kernels import Reads, load
 from oval_core.layer import OvalLayer
 
-HEADS, GROUP, DIM, PAGE_SIZE, RANK = 8, 4, 128, 16, 8  # of Llama-3.1-8B and of OvalConfig
+HEADS, PAGE_SIZE, RANK = 8, 16, 8  # of Llama-3.1-8B and of OvalConfig
 PAGES, SHORTLIST, BUDGET = 512, 180, 32
 SHARED_BYTES = {
     80: 163 << 10,
@@ -41,7 +44,16 @@ SHARED_BYTES = {
     100: 227 << 10,
 }  # a block may have (CUDA guide)
 DIVISIBLE = 16  # what Triton assumes of pointers, and of numbers where it is true
-COLUMNS = ("kernel", "queries", "sm", "registers", "shared_bytes", "spilled_bytes", "warps")
+Row = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    """What a layer is asked: tokens of a chunk, dtype of keys and values, head dimension, query heads a KV head."""
+
+    queries: int
+    dtype: str
+    dim: int
+    group: int
 
 
 class Launch(NamedTuple):
@@ -50,18 +62,21 @@ class Launch(NamedTuple):
     kernel: JITFunction
     arguments: dict[str, Any]
     options: dict[str, int]
-    queries: int
+    shape: Shape
+
+
+COLUMNS = ("kernel", "sm", *Shape._fields, "registers", "shared_bytes", "spilled_bytes", "warps")
 
 
 @contextmanager
-def recorded(launches: list[Launch], queries: int) -> Iterator[None]:
+def recorded(launches: list[Launch], shape: Shape) -> Iterator[None]:
     """Note the launches inside the `with` block instead of running them."""
     run = JITFunction.run
 
     def note(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         arguments = {name: named.pop(name) for name in kernel.arg_names}
-        launches.append(Launch(kernel, arguments, named, queries))
+        launches.append(Launch(kernel, arguments, named, shape))
 
     JITFunction.run = note
     try:
@@ -70,24 +85,25 @@ def recorded(launches: list[Launch], queries: int) -> Iterator[None]:
         JITFunction.run = run
 
 
-def launches_of(dtype: torch.dtype, queries: int) -> list[Launch]:
-    """Every kernel once, as a layer with `PAGES` sealed pages launches it for a chunk of `queries` tokens."""
+def launches_of(shape: Shape) -> list[Launch]:
+    """Every kernel once, as a layer with `PAGES` sealed pages launches it."""
     kernels, launches = load("triton"), list[Launch]()
-    query = torch.zeros(1, HEADS, GROUP, queries, DIM)
-    basis = PageBasis.empty(1, HEADS, PAGE_SIZE, RANK, (DIM, DIM), query.device).grown(PAGES)
-    keys = torch.zeros(1, HEADS, PAGES * PAGE_SIZE, DIM, dtype=dtype)
+    queries, dim, scaling = shape.queries, shape.dim, shape.dim**-0.5
+    query = torch.zeros(1, HEADS, shape.group, queries, dim)
+    basis = PageBasis.empty(1, HEADS, PAGE_SIZE, RANK, (dim, dim), query.device).grown(PAGES)
+    keys = torch.zeros(1, HEADS, PAGES * PAGE_SIZE, dim, dtype=getattr(torch, shape.dtype))
     runs = torch.zeros(1, HEADS, BUDGET, dtype=torch.long)
     mask = None if queries == 1 else torch.ones(1, 1, queries, keys.shape[2], dtype=torch.bool)
     listed = torch.zeros(1, HEADS, SHORTLIST, dtype=torch.long)
     layer = _layer(keys[:, :, : 8 * BUDGET * PAGE_SIZE])
-    with recorded(launches, queries):
-        kernels.evaluate_bases(query, basis, listed, DIM**-0.5, None)
+    with recorded(launches, shape):
+        kernels.evaluate_bases(query, basis, listed, scaling, None)
         if queries == 1:
-            kernels.cascade(query.flatten(1, 2), layer, None, DIM**-0.5)
+            kernels.cascade(query.flatten(1, 2), layer, None, scaling)
             return launches
-        kernels.coarse_scores(query, basis, DIM**-0.5, None)
+        kernels.coarse_scores(query, basis, scaling, None)
         reads = Reads(runs, runs, PAGE_SIZE, torch.zeros(1, queries, dtype=torch.long), mask)
-        part = kernels.attend_pages(query, keys, keys, reads, DIM**-0.5, None)
+        part = kernels.attend_pages(query, keys, keys, reads, scaling, None)
         kernels.merge([part, part], None)
     return launches
 
@@ -101,23 +117,74 @@ def _layer(keys: Tensor) -> OvalLayer:
     return layer
 
 
-def compiled(launch: Launch, capability: int) -> dict[str, Any]:
-    """Compile for a GPU of compute capability `capability` (90: 9.0); what the binary needs, by `COLUMNS`."""
-    kernel, constants = launch.kernel, dict[str, Any]()
-    signature, divisible = dict[str, Any](), dict[tuple[int, ...], list[list[Any]]]()
-    for param in kernel.params:
+class Binary(NamedTuple):
+    """What a launch is compiled from, and how: the same for many shapes."""
+
+    kernel: JITFunction
+    signature: dict[str, Any]
+    constants: dict[str, Any]
+    divisible: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, int]
+
+
+def binary_of(launch: Launch) -> Binary:
+    """Types, constants and what is divisible of the arguments."""
+    binary = Binary(launch.kernel, {}, {}, {}, launch.options)
+    for param in launch.kernel.params:
         value = launch.arguments[param.name]
         if param.is_constexpr:
-            signature[param.name], constants[param.name] = "constexpr", value
+            binary.signature[param.name], binary.constants[param.name] = "constexpr", value
             continue
-        signature[param.name] = _type(value)
+        binary.signature[param.name] = _type(value)
         if not param.do_not_specialize:
-            divisible |= {path: [["tt.divisibility", DIVISIBLE]] for path in _divisible(value, (param.num,))}
-    source = ASTSource(kernel, signature, constants, divisible)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
-    used = _resources(binary.asm["cubin"])
-    cells = (kernel.__name__, launch.queries, capability, used["REG"], binary.metadata.shared, used["LOCAL"])
-    return dict(zip(COLUMNS, (*cells, binary.metadata.num_warps), strict=True))
+            paths = _divisible(value, (param.num,))
+            binary.divisible.update({path: [["tt.divisibility", DIVISIBLE]] for path in paths})
+    return binary
+
+
+def compiled(binary: Binary, capability: int) -> Row:
+    """Compile for a GPU of compute capability `capability` (90: 9.0); what it needs."""
+    source = ASTSource(binary.kernel, binary.signature, binary.constants, binary.divisible)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=binary.options)
+    used = _resources(made.asm["cubin"])
+    return {
+        "registers": used["REG"],
+        "shared_bytes": made.metadata.shared,
+        "spilled_bytes": used["LOCAL"],
+        "warps": made.metadata.num_warps,
+    }
+
+
+def measured(shapes: Iterable[Shape], capabilities: Sequence[int]) -> list[Row]:
+    """One row a kernel, capability and binary: of the first shape that launches it."""
+    rows: dict[str, Row] = {}
+    for shape in tqdm(list(shapes), desc="shapes", disable=None):
+        for launch in launches_of(shape):
+            binary = binary_of(launch)
+            for capability in capabilities:
+                key = f"{capability} {launch.kernel.__name__} {binary[1:]}"
+                if key not in rows:
+                    begin = {"kernel": launch.kernel.__name__, "sm": capability, **launch.shape._asdict()}
+                    rows[key] = begin | compiled(binary, capability)
+    return list(rows.values())
+
+
+def worst(rows: list[Row]) -> list[Row]:
+    """Of each kernel and capability the row that asks most of a GPU."""
+    found: dict[tuple[str, int], Row] = {}
+    for row in sorted(rows, key=_demand):
+        found[row["kernel"], row["sm"]] = row
+    return [found[key] for key in sorted(found)]
+
+
+def fits(row: Row) -> bool:
+    """Whether a GPU runs it, and nothing is spilled."""
+    return bool(row["shared_bytes"] <= SHARED_BYTES[row["sm"]] and not row["spilled_bytes"])
+
+
+def _demand(row: Row) -> tuple[bool, int, int, int]:
+    too_large = row["shared_bytes"] > SHARED_BYTES[row["sm"]]
+    return too_large, row["spilled_bytes"], row["shared_bytes"], row["registers"]
 
 
 def _type(value: Any) -> Any:
@@ -148,15 +215,23 @@ def _resources(cubin: bytes) -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table, and as the last line everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90], choices=sorted(SHARED_BYTES))
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 86, 90], choices=sorted(SHARED_BYTES))
+    dtypes = ["float32", "float16", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=dtypes)
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256], help="head dimensions")
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8], help="query heads a KV head")
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 8], help="tokens of a chunk")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled")
-    launches = [launch for n in options.queries for launch in launches_of(getattr(torch, options.dtype), n)]
-    rows = [compiled(launch, capability) for capability in options.capabilities for launch in launches]
-    print(table(COLUMNS, [list(row.values()) for row in rows]))
+    shapes = map(Shape._make, product(options.queries, options.dtypes, options.dims, options.groups))
+    rows = measured(shapes, options.capabilities)
+    print(f"torch {torch.__version__}, triton {triton.__version__}: {len(rows)} binaries, the worst of each kernel:")
+    print(table(COLUMNS, [[row[column] for column in COLUMNS] for row in worst(rows)]))
+    spoilt = sorted(
+        f"{row['kernel']} (sm_{row['sm']}, {row['dtype']}, D {row['dim']})" for row in rows if not fits(row)
+    )
+    print(f"do not fit, or spill: {', '.join(dict.fromkeys(spoilt)) or 'none'}")
     result = {
         "benchmark": "triton_compile",
         "command": command_line("triton_compile", arguments),
