@@ -17,11 +17,24 @@ def lasting(method: Method) -> Method:
 
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Python integers (nested alike) as an int64 tensor on `device`; nobody waits for the copy."""
-    tensor = torch.tensor(numbers, dtype=torch.long)
+    """Python integers (nested alike) as an int64 tensor on `device`; nobody waits for the copy.
+
+    Raises RuntimeError while a CUDA graph is captured, see `refuse_capture`.
+    """
+    refuse_capture(device)
+    tensor = torch.tensor(numbers, dtype=torch.long, device="cpu")
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError while the current stream of a CUDA `device` is captured: a replay would reuse old numbers."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "OVAL's attention cannot be captured in a CUDA graph: page numbers and lengths come from Python at every "
+            "step, a replay would use those of the captured one. Run it outside of torch.cuda.graph"
+        )
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:

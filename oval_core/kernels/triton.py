@@ -17,12 +17,17 @@ token is hidden; at the steps that `stats_every` samples it waits, too. Between 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from oval_core.kernels import triton_basis, triton_cascade, triton_coarse, triton_exact, triton_merge
+from oval_core.kernels.api import Partial
 from oval_core.kernels.reference import attend
-from oval_core.kernels.triton_basis import evaluate_bases
-from oval_core.kernels.triton_cascade import FUSED_ROUTERS, cascade, unsupported
-from oval_core.kernels.triton_coarse import coarse_scores
-from oval_core.kernels.triton_exact import attend_pages
-from oval_core.kernels.triton_merge import merge
+from oval_core.kernels.triton_cascade import FUSED_ROUTERS, unsupported
 
 __all__ = [
     "FUSED_ROUTERS",
@@ -34,3 +39,28 @@ __all__ = [
     "merge",
     "unsupported",
 ]
+
+First = TypeVar("First", bound=Tensor | list[Partial])
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+def on_its_device(function: Callable[Concatenate[First, Rest], Result]) -> Callable[Concatenate[First, Rest], Result]:
+    """Let `function` launch where its first argument lives: Triton launches on the current device."""
+
+    @wraps(function)
+    def launched(first: First, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        device = first.device if isinstance(first, Tensor) else first[0].out.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(first, *args, **kwargs)
+        with torch.cuda.device(device):
+            return function(first, *args, **kwargs)
+
+    return launched
+
+
+attend_pages = on_its_device(triton_exact.attend_pages)
+cascade = on_its_device(triton_cascade.cascade)
+coarse_scores = on_its_device(triton_coarse.coarse_scores)
+evaluate_bases = on_its_device(triton_basis.evaluate_bases)
+merge = on_its_device(triton_merge.merge)

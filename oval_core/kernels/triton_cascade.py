@@ -53,13 +53,15 @@ class Listed(NamedTuple):
 def unsupported(
     query: Tensor, layer: OvalLayer, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> str | None:
-    """Why `cascade` cannot serve this call, which then goes tier by tier, or None."""
+    """Why `cascade` cannot serve this call, which then goes tier by tier, or None. `query` is `[B, heads, Q, D]`."""
     if query.requires_grad:
         return "gradients"
     if query.shape[2] != 1:
         return "several queries"
     if mask is not None or layer.store.visible is not None:
         return "attention mask"
+    if query.shape[2] != 1:
+        return "several queries"
     if softcap is not None:
         return "softcap"
     return None if sinks is None else "sink logits"

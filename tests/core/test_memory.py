@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from oval_core.memory import lasting, take
+from oval_core.memory import lasting, on_device, take
 
 
 @pytest.mark.parametrize("rest", [(), (5,), (3, 5)])
@@ -26,3 +26,16 @@ def test_lasting_memory_may_be_written_outside_of_inference_mode() -> None:
         made = lasting(lambda: torch.zeros(3))()
     made += 1
     assert made.tolist() == [1, 1, 1]
+
+
+def test_numbers_start_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        numbers = on_device([[1, 2], [3, 4]], torch.device("cpu"))
+    assert numbers.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_graph_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert on_device([1], torch.device("cpu")).tolist() == [1]
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        on_device([1], torch.device("cuda"))

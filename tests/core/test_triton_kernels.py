@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from oval_core.attention import paged_attention
 from oval_core.basis import PageBasis, build_basis
 from oval_core.binding import Binding
 from oval_core.kernels import Kernels, Partial, Reads, reference
+from oval_core.kernels.triton import on_its_device
 from oval_core.layer import OvalLayer
 from oval_core.memory import take
 from oval_core.stats import Recorder
@@ -337,6 +340,37 @@ def test_a_step_in_few_launches(
     assert our_stats["impl_fallbacks"] == {}
     for name in ("bytes_read", "metadata_bytes", "pages_read_mean", "page_utilization", "route_hit_rate"):
         assert our_stats[name] == their_stats[name], name
+
+
+def test_several_queries_without_a_mask_go_tier_by_tier() -> None:
+    config = OvalConfig(page_size=8, budget_pages=6, rank=4, router="basis", stats_every=0)
+    layer, query = layer_of(config, (16, 16), torch.float32, False), on_device(BATCH, HEADS * 2, 5, 16)
+    found = {}
+    for impl in ("reference", "triton"):
+        recorder = Recorder(config)
+        found[impl] = paged_attention(Binding(impl, "sdpa", recorder), layer, query, None, SCALING)
+    torch.testing.assert_close(found["triton"], found["reference"], rtol=2e-5, atol=2e-5)
+    assert recorder.report()["impl_fallbacks"] == {"several queries": 1}
+
+
+def test_kernels_are_launched_on_the_device_of_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    def guard(device: torch.device) -> AbstractContextManager[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", guard)
+
+    @on_its_device
+    def launch(parts: list[Partial], count: int) -> int:
+        return count * len(parts)
+
+    for device in (torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)):
+        first: Any = SimpleNamespace(device=device)
+        assert launch([Partial(first, first)], 3) == 3
+    assert entered == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize(("router", "padded"), [("quest", True), ("basis", True), ("basis", False), ("box", False)])
