@@ -10,7 +10,18 @@ from torch import Tensor
 
 from oval_core.basis import PageBasis
 from oval_core.kernels.api import Partial
-from oval_core.kernels.triton_maths import cap_of, capped, finite, full, in_one_layout, rows_of, signed4, tile_rows
+from oval_core.kernels.triton_maths import (
+    cap_of,
+    capped,
+    ceil_div,
+    finite,
+    full,
+    in_one_layout,
+    power_of_two,
+    rows_of,
+    signed4,
+    tile_rows,
+)
 
 MOST_ROWS = 8  # of a tile: its products with all directions of a page are held at once
 PRODUCTS_A_WARP = 2048  # 64 registers a thread
@@ -39,7 +50,7 @@ def evaluate_bases(query: Tensor, basis: PageBasis, pages: Tensor, scaling: floa
     shape, count = (*query.shape[:4], listed), rows.shape[2]
     out, lse = full((*shape, basis.value_offset.shape[3]), query), full(shape, query)
     tile = tile_rows(count, MOST_ROWS, least=1)
-    grid = (listed, triton.cdiv(count, tile), batch * heads)
+    grid = (listed, ceil_div(count, tile), batch * heads)
     if listed:
         evaluate_kernel[grid](
             rows, bases, pages.contiguous(), out, lse, capacity, listed, count, cap_of(scaling, softcap),
@@ -58,17 +69,17 @@ def sizes_of(basis: PageBasis) -> dict[str, int]:
     """The compile-time sizes of a page's basis: dimensions, bytes of packed vectors, and powers of two they fit in."""
     dim, value_dim = basis.centroid.shape[3], basis.value_offset.shape[3]
     halves = (dim + 1) // 2, (value_dim + 1) // 2
-    blocks = [triton.next_power_of_2(half) for half in halves]
+    blocks = [power_of_two(half) for half in halves]
     return {
         "DIM": dim, "HALF": halves[0], "BLOCK_HALF": blocks[0], "VALUE_DIM": value_dim, "VALUE_HALF": halves[1],
-        "BLOCK_VALUE": blocks[1], "RANK": basis.rank, "BLOCK_RANK": triton.next_power_of_2(basis.rank),
+        "BLOCK_VALUE": blocks[1], "RANK": basis.rank, "BLOCK_RANK": power_of_two(basis.rank),
         "PAGE_HALF": basis.page_size // 2,
     }  # fmt: skip
 
 
 def warps_of(basis: PageBasis, rows: int) -> int:
     """Warps of a program that holds the products of that many rows with the directions of a page."""
-    products = rows * triton.next_power_of_2(basis.rank) * triton.next_power_of_2(basis.centroid.shape[3]) // 2
+    products = rows * power_of_two(basis.rank) * power_of_two(basis.centroid.shape[3]) // 2
     return max(1, min(8, products // PRODUCTS_A_WARP))
 
 

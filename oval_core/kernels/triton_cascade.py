@@ -1,25 +1,35 @@
 """Selecting and reading in few launches, for the routers in `FUSED_ROUTERS`: a decoding step of a GPU is short.
 
-The selection never leaves the device. Between the kernels there are one or two sorts of torch and two small copies.
+The selection never leaves the device, and nothing but the kernels runs there. What they are given stays the same as
+long as no page is sealed, but for the query and the number of tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from oval_core.basis import COARSE_FIELDS
 from oval_core.kernels.api import Reads
-from oval_core.kernels.triton_basis import MOST_ROWS, bases_of, sizes_of, warps_of
-from oval_core.kernels.triton_coarse import coarse_scores
-from oval_core.kernels.triton_exact import attend_into, splits_of
-from oval_core.kernels.triton_maths import cap_of, full, in_one_layout, tile_rows
-from oval_core.kernels.triton_merge import merge_stacked
-from oval_core.kernels.triton_select import COLUMNS, Rows, impact_kernel, runs_kernel, share_kernel
+from oval_core.kernels.triton_basis import MOST_ROWS, Bases, sizes_of, warps_of
+from oval_core.kernels.triton_coarse import Coarse, score_into, tile_pages
+from oval_core.kernels.triton_exact import attend_into, tile_of
+from oval_core.kernels.triton_maths import cap_of, ceil_div, full, in_one_layout, power_of_two, processors, tile_rows
+from oval_core.kernels.triton_merge import merge_into
+from oval_core.kernels.triton_select import (
+    Chosen,
+    Rows,
+    Scored,
+    Table,
+    box_kernel,
+    impact_kernel,
+    shortlist_kernel,
+    warps_for,
+)
 from oval_core.kernels.triton_tail import mass_kernel, tail_kernel
-from oval_core.memory import on_device
+from oval_core.memory import on_device, refuse_capture
 from oval_core.routers.base import Selection
 from oval_core.routers.basis import BasisRouter
 from oval_core.routers.box import BoxRouter
@@ -28,23 +38,38 @@ if TYPE_CHECKING:
     from oval_core.layer import OvalLayer
 
 FUSED_ROUTERS = (BasisRouter, BoxRouter)
-PAGES_A_PROGRAM = 8  # of the tail
-NUMBERS_OF_TIER_3 = ("tokens", "key_error", "value_error")
+TAIL_PROGRAMS_A_PROCESSOR, MOST_TAIL_PAGES = 16, 8
+LEAST_RANKS = 2048  # fewer pages are ranked by the same compiled kernel
+ANY_TOKEN = 1 << 62  # the runs of a step end where its row ends
 
 
-class Step(NamedTuple):
-    """A decoding step of a layer: `query` float32 `[B, H, G, 1, D]`; `budget`, `shortlist`: the most of any row."""
+class Plan(NamedTuple):
+    """What steps of a layer have in common until its pages change; `budget`, `shortlist`: the most of any row."""
 
-    layer: OvalLayer
-    query: Tensor
-    scaling: float
+    ends: list[int]
     rows: Rows
     budget: int
     shortlist: int
+    capacity: int
+    coarse: Coarse
+    bases: Bases | None
+    sizes: dict[str, int]
+    errors: tuple[Tensor, ...]
+    table: Table
+    last: Tensor
+
+
+class Step(NamedTuple):
+    """A decoding step of a layer: `query` `[B, H, G, D]`, contiguous, in the dtype of the model."""
+
+    layer: OvalLayer
+    plan: Plan
+    query: Tensor
+    scaling: float
 
 
 class Listed(NamedTuple):
-    """A shortlist: page numbers `[B, H, P]`, the first `shortlist` of which count, and their masses `[B, H, G, n]`."""
+    """A shortlist: page numbers, int32 `[B, H, n]`, -1 where a row has fewer, and their log-masses `[B, H, G, n]`."""
 
     pages: Tensor
     mass: Tensor
@@ -56,9 +81,7 @@ def unsupported(
     """Why `cascade` cannot serve this call, which then goes tier by tier, or None. `query` is `[B, heads, Q, D]`."""
     if query.requires_grad:
         return "gradients"
-    if query.shape[2] != 1:
-        return "several queries"
-    if mask is not None or layer.store.visible is not None:
+    if mask is not None or layer.store.visible is not None or layer.store.is_ragged:
         return "attention mask"
     if query.shape[2] != 1:
         return "several queries"
@@ -74,115 +97,156 @@ def cascade(query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float
         query: `[B, heads, 1, D]`.
         mask: None.
 
-    Returns: float32 `[B, 1, heads, D_v]`, and the selection (its tail is already inside the output).
+    Returns: `[B, 1, heads, D_v]` in the dtype of `query`, and the selection in the order of the pages (its tail is
+    already inside the output).
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, see `memory.refuse_capture`.
     """
-    step = _step(query, layer, scaling)
-    values, order = _shares(step).sort(dim=-1, descending=True, stable=True)
-    router, listed = layer.router, None
-    if isinstance(router, BasisRouter):
-        listed = _listed(step, order)
-        values, order = _impact(step, listed).sort(dim=-1, descending=True, stable=True)
-    selection, reads = _runs(step, values, order, listed)
-    out = _read(step, reads, listed if isinstance(router, BasisRouter) and router.estimate_tail else None)
-    return out.flatten(1, 2).transpose(1, 2).contiguous(), selection
+    refuse_capture(query.device)
+    batch, _, _, dim = query.shape
+    grouped = query.contiguous().view(batch, layer.store.storage[0].shape[1], -1, dim)
+    step, router = Step(layer, _plan(layer), grouped, scaling), layer.router
+    scored = _scored(step)
+    listed = _listed(step, scored) if isinstance(router, BasisRouter) else None
+    chosen = _chosen(step, scored, listed)
+    out = _read(step, chosen, listed if isinstance(router, BasisRouter) and router.estimate_tail else None)
+    return out, Selection(chosen.pages, chosen.valid)
 
 
-def _step(query: Tensor, layer: OvalLayer, scaling: float) -> Step:
-    pages, device, config = layer.pages, query.device, layer.config
-    derived = pages.derived
-    if "triton" not in derived:
-        budget = [config.budget_for(count) - 1 for count in pages.counts]  # the open tokens are read anyway
-        shortlist = [config.shortlist_for(count) for count in pages.counts]
-        derived["triton"] = (on_device([pages.counts, budget, shortlist], device), max(budget), max(shortlist))
-    sizes, budget, shortlist = derived["triton"]
-    ends = on_device([[table.sealed_end for table in layer.tables], layer.store.lengths], device)
-    grouped = query.float().unflatten(1, (layer.store.storage[0].shape[1], -1)).contiguous()
-    return Step(layer, grouped, scaling, Rows(*sizes.unbind(), *ends.unbind()), budget, shortlist)
+def _plan(layer: OvalLayer) -> Plan:
+    derived, ends = layer.pages.derived, [table.sealed_end for table in layer.tables]
+    plan: Plan | None = derived.get("triton")
+    if plan is None or plan.ends != ends:
+        plan = derived["triton"] = _new_plan(layer, ends)
+    return plan
 
 
-def _shares(step: Step) -> Tensor:
-    """What pages are shortlisted by, float32 `[B, H, P]`."""
-    pages, config = step.layer.pages, step.layer.config
-    basis = pages.basis.narrow(pages.num_pages)
-    scores = coarse_scores(step.query, basis, step.scaling, None)
-    batch, heads, group, _, width = scores.shape
-    (tokens,), capacity = in_one_layout(basis, ("tokens",))
-    shares = full((batch, heads, width), scores)
-    share_kernel[(batch * heads,)](
-        scores, tokens, step.rows, shares, capacity, width, heads, group, config.sink_pages, config.window_pages,
-        ROWS=triton.next_power_of_2(group), COLUMNS=COLUMNS,
+def _new_plan(layer: OvalLayer, ends: list[int]) -> Plan:
+    pages, config, basis = layer.pages, layer.config, layer.pages.basis
+    device, refined = pages.starts.device, basis.rank > 0
+    budget = [config.budget_for(count) - 1 for count in pages.counts]  # the open tokens are read anyway
+    shortlist = [config.shortlist_for(count) for count in pages.counts]
+    names = (*COARSE_FIELDS, *Bases._fields, "key_error", "value_error") if refined else COARSE_FIELDS
+    fields, capacity = in_one_layout(basis, names)
+    return Plan(
+        ends,
+        Rows(*on_device([pages.counts, budget, shortlist, ends], device).unbind()),
+        max(budget),
+        max(shortlist),
+        capacity,
+        Coarse(*fields[: len(COARSE_FIELDS)]),
+        Bases(*fields[len(COARSE_FIELDS) : -2]) if refined else None,
+        sizes_of(basis),
+        (basis.tokens, *fields[-2:], pages.mean_value_norm) if refined else (),
+        Table(pages.starts, pages.lengths),
+        on_device([[ANY_TOKEN]] * len(ends), device),
+    )
+
+
+def _scored(step: Step) -> Scored:
+    """Tier 1 of all pages."""
+    pages, query = step.layer.pages.num_pages, step.query
+    scores = full((*query.shape[:3], pages), query)
+    masses = full((*query.shape[:3], ceil_div(pages, tile_pages(query.dtype))), query)
+    plan = step.plan
+    score_into(scores, masses, query, plan.coarse, plan.rows.counts, plan.capacity, step.scaling, None)
+    return Scored(scores, masses)
+
+
+def _ranking(step: Step, scored: Scored) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What every kernel that ranks by share takes last, and its compile-time sizes."""
+    _, heads, group, _ = step.query.shape
+    config, tiles = step.layer.config, scored.masses.shape[3]
+    ranks = max(LEAST_RANKS, power_of_two(scored.scores.shape[3]))
+    sizes = {"ROWS": power_of_two(group), "TILES": max(32, power_of_two(tiles)), "PAGES": ranks}
+    return (heads, group, config.sink_pages, config.window_pages), {**sizes, "num_warps": warps_for(ranks)}
+
+
+def _listed(step: Step, scored: Scored) -> Listed:
+    """The shortlist and its masses."""
+    plan, (batch, heads, group, _) = step.plan, step.query.shape
+    listed, tile = plan.shortlist, tile_rows(group, MOST_ROWS, least=1)
+    pages = torch.empty(batch, heads, listed, dtype=torch.int32, device=step.query.device)
+    mass = full((batch, heads, group, listed), step.query)
+    last, sizes = _ranking(step, scored)
+    shortlist_kernel[(batch * heads,)](
+        scored, plan.coarse.tokens, plan.rows, pages, plan.capacity, *scored.scores.shape[3:],
+        scored.masses.shape[3], listed, *last, **sizes, LISTED=power_of_two(listed),
     )  # fmt: skip
-    return shares
-
-
-def _listed(step: Step, order: Tensor) -> Listed:
-    batch, heads, group, _, _ = step.query.shape
-    basis = step.layer.pages.basis
-    (bases, capacity), sizes = bases_of(basis), sizes_of(basis)
-    mass = full((batch, heads, group, step.shortlist), step.query)
-    tile = tile_rows(group, MOST_ROWS, least=1)
-    mass_kernel[(step.shortlist, triton.cdiv(group, tile), batch * heads)](
-        step.query, bases, order, step.rows, mass, capacity, step.shortlist, order.shape[2], heads, group,
-        cap_of(step.scaling, None), **{name: size for name, size in sizes.items() if "VALUE" not in name},
-        ROWS=tile, num_warps=warps_of(basis, tile),
+    mass_kernel[(listed, ceil_div(group, tile), batch * heads)](
+        step.query, plan.bases, pages, mass, plan.capacity, listed, group, cap_of(step.scaling, None),
+        **{name: size for name, size in plan.sizes.items() if "VALUE" not in name},
+        ROWS=tile, num_warps=warps_of(step.layer.pages.basis, tile),
     )  # fmt: skip
-    return Listed(order, mass)
+    return Listed(pages, mass)
 
 
-def _impact(step: Step, listed: Listed) -> Tensor:
-    """What pages are read by, float32 `[B, H, n]`, in the order of the shortlist."""
-    batch, heads, group, _, dim = step.query.shape
-    pages, config = step.layer.pages, step.layer.config
-    fields, capacity = in_one_layout(pages.basis, NUMBERS_OF_TIER_3)
-    impact = full((batch, heads, step.shortlist), step.query)
+def _chosen(step: Step, scored: Scored, listed: Listed | None) -> Chosen:
+    """What is read; its pages lose their mass in the shortlist."""
+    plan, (batch, heads, group, dim) = step.plan, step.query.shape
+    layer, device, most, runs = step.layer, step.query.device, plan.budget, plan.budget + _open_runs(step.layer)
+    pages = torch.empty(batch, heads, most, dtype=torch.long, device=device)
+    starts = torch.empty(batch, heads, runs, dtype=torch.long, device=device)
+    chosen = Chosen(pages, torch.empty_like(pages, dtype=torch.bool), starts, torch.empty_like(starts))
+    numbers, last_sizes = (most, runs, layer.store.num_tokens), {"RUNS": power_of_two(runs)}
+    last, sizes = _ranking(step, scored)
+    if listed is None:
+        box_kernel[(batch * heads,)](
+            scored, plan.coarse.tokens, plan.rows, plan.table, chosen, plan.capacity, *scored.scores.shape[3:],
+            scored.masses.shape[3], *numbers, *last, **sizes, **last_sizes, SIZE=layer.config.page_size,
+        )  # fmt: skip
+        return chosen
+    width, rows = power_of_two(plan.shortlist), power_of_two(group)
     impact_kernel[(batch * heads,)](
-        step.query, listed.mass, listed.pages, *fields, pages.mean_value_norm, step.rows, impact, capacity,
-        step.shortlist, listed.pages.shape[2], heads, group, step.scaling, config.sink_pages, config.window_pages,
-        DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), ROWS=triton.next_power_of_2(group), COLUMNS=COLUMNS,
+        step.query, listed.mass, listed.pages, *plan.errors, plan.rows, plan.table, chosen, plan.capacity,
+        plan.shortlist, *numbers, heads, group, step.scaling, *last[2:],
+        DIM=dim, BLOCK_DIM=power_of_two(dim), ROWS=rows, LISTED=width, SIZE=layer.config.page_size,
+        **last_sizes, num_warps=warps_for(width * rows),
     )  # fmt: skip
-    return impact
+    return chosen
 
 
-def _runs(step: Step, values: Tensor, order: Tensor, listed: Listed | None) -> tuple[Selection, Reads]:
-    """The selection and the runs of tokens that it means; what is read loses its mass in the shortlist."""
-    batch, heads, ordered = order.shape
-    layer, chosen = step.layer, min(step.budget, ordered)
-    size, most_open = layer.config.page_size, max(table.open_tokens for table in layer.tables)
-    runs = chosen + triton.cdiv(most_open, size)
-    picked = torch.empty(batch, heads, chosen, dtype=torch.long, device=order.device)
-    valid = torch.empty_like(picked, dtype=torch.bool)
-    starts = torch.empty(batch, heads, runs, dtype=torch.long, device=order.device)
-    lengths = torch.empty_like(starts)
-    pages, mass = (order, values) if listed is None else listed
-    runs_kernel[(batch * heads,)](
-        order, values, pages, layer.pages.starts, layer.pages.lengths, step.rows, mass, picked, valid, starts, lengths,
-        step.shortlist, pages.shape[2], chosen, ordered, runs, layer.pages.starts.shape[1], heads, step.query.shape[2],
-        REFINED=listed is not None, PAGE=size, ROWS=triton.next_power_of_2(step.query.shape[2]),
-        BLOCK=triton.next_power_of_2(runs),
-    )  # fmt: skip
-    return Selection(picked, valid), Reads(starts, lengths, size, step.rows.length[:, None] - 1, None)
+def _open_runs(layer: OvalLayer) -> int:
+    """Runs that the open tail has room in: as many as it may ever need, for other kernels would be other programs."""
+    config, most_open = layer.config, max(table.open_tokens for table in layer.tables)
+    return ceil_div(max(most_open, config.page_size + 1, config.seal_tokens + 1), config.page_size)
 
 
-def _read(step: Step, reads: Reads, tail: Listed | None) -> Tensor:
-    """Exact part and tail, each by many programs, and one merge: float32 `[B, H, G, 1, D_v]`."""
-    keys, values = step.layer.store.dense()
-    exact = splits_of(step.query, keys, values, reads)
-    parts = exact if tail is None else exact + triton.cdiv(step.shortlist, PAGES_A_PROGRAM)
-    shape = (parts, *step.query.shape[:4])
-    outs, lses = full((*shape, values.shape[3]), step.query), full(shape, step.query)
-    attend_into(outs[:exact], lses[:exact], step.query, keys, values, reads, step.scaling, None)
+def _read(step: Step, chosen: Chosen, tail: Listed | None) -> Tensor:
+    """Exact part and tail, each by many programs, and one merge: `[B, 1, heads, D_v]`."""
+    query, plan, (keys, values) = step.query, step.plan, step.layer.store.dense()
+    batch, heads, group, _ = query.shape
+    size = step.layer.config.page_size
+    tile = tile_of(query, keys, values, chosen.starts.shape[2] * size)
+    share = _tail_pages(step)
+    parts = tile.splits + (0 if tail is None else ceil_div(plan.shortlist, share))
+    outs, lses = (
+        full((parts, batch * heads * group, values.shape[3]), query),
+        full((parts, batch * heads * group), query),
+    )
+    reads = Reads(chosen.starts, chosen.lengths, size, plan.last, None)
+    attend_into(outs, lses, tile, query, 1, keys, values, reads, step.scaling, None)
     if tail is not None:
-        _add_tail(step, tail, outs[exact:], lses[exact:])
-    return merge_stacked(outs, lses).out
+        _add_tail(step, tail, share, tile.splits, outs, lses)
+    out = torch.empty(batch, 1, heads * group, values.shape[3], dtype=query.dtype, device=query.device)
+    merge_into(out, None, outs, lses, None)
+    return out
 
 
-def _add_tail(step: Step, tail: Listed, outs: Tensor, lses: Tensor) -> None:
-    batch, heads, group, _, _ = step.query.shape
-    basis = step.layer.pages.basis
-    bases, capacity = bases_of(basis)
+def _tail_pages(step: Step) -> int:
+    """Pages of a program of the tail: as few as keep the device busy, for one waits for the other."""
+    batch, heads, group, _ = step.query.shape
+    work = step.plan.shortlist * batch * heads * ceil_div(group, MOST_ROWS)
+    return max(1, min(MOST_TAIL_PAGES, ceil_div(work, TAIL_PROGRAMS_A_PROCESSOR * processors(step.query.device))))
+
+
+def _add_tail(step: Step, tail: Listed, share: int, first: int, outs: Tensor, lses: Tensor) -> None:
+    """Write the parts from `first` on."""
+    plan, (batch, heads, group, _) = step.plan, step.query.shape
     tile = tile_rows(group, MOST_ROWS, least=1)
-    tail_kernel[(len(outs), triton.cdiv(group, tile), batch * heads)](
-        step.query, bases, tail.pages, tail.mass, outs, lses, capacity, step.shortlist, tail.pages.shape[2],
-        PAGES_A_PROGRAM, batch * heads * group, group, cap_of(step.scaling, None),
-        **sizes_of(basis), ROWS=tile, num_warps=warps_of(basis, tile),
+    tail_kernel[(len(outs) - first, ceil_div(group, tile), batch * heads)](
+        step.query, plan.bases, tail.pages, tail.mass, outs, lses, plan.capacity, plan.shortlist,
+        share, first, batch * heads * group, group, cap_of(step.scaling, None),
+        **plan.sizes, ROWS=tile, num_warps=warps_of(step.layer.pages.basis, tile),
     )  # fmt: skip

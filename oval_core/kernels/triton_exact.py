@@ -15,13 +15,24 @@ from torch import Tensor
 
 from oval_core.kernels import interpreted
 from oval_core.kernels.api import Partial, Reads
-from oval_core.kernels.triton_maths import LEAST_ROWS, cap_of, capped, finite, full, rows_of, tile_rows
+from oval_core.kernels.triton_maths import (
+    LEAST_ROWS,
+    cap_of,
+    capped,
+    ceil_div,
+    finite,
+    full,
+    power_of_two,
+    processors,
+    product,
+    rows_of,
+    tile_rows,
+)
 from oval_core.kernels.triton_merge import merge_stacked
 
 TILE_BYTES = 32 << 10  # of keys and values in a tile: two of them in flight fit into any GPU's shared memory
 LEAST_TOKENS, MOST_TOKENS, MOST_ROWS = 16, 64, 64  # of a tile
 PROGRAMS_A_PROCESSOR = 2  # enough to hide latency behind each other
-INTERPRETED_PROCESSORS = 4
 
 
 class Stored(NamedTuple):
@@ -34,76 +45,76 @@ class Stored(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """`Reads` as kernels see them; the steps are those of the mask from row to row, query to query, token to token."""
+    """The tensors of `Reads` as kernels see them."""
 
     starts: Any
     lengths: Any
-    count: Any
     last: Any
     mask: Any
-    row: Any
-    query: Any
-    token: Any
+
+
+class Tile(NamedTuple):
+    """Rows and tokens that a program works on at a time, and the programs that share the tokens of a tile of rows."""
+
+    rows: int
+    tokens: int
+    splits: int
 
 
 def attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, reads: Reads, scaling: float, softcap: float | None
 ) -> Partial:
     """See `reference.attend_pages`; products are rounded to the dtype of the storage, sums are float32."""
-    splits = splits_of(query, keys, values, reads)
-    outs, lses = full((splits, *query.shape[:4], values.shape[3]), query), full((splits, *query.shape[:4]), query)
-    attend_into(outs, lses, query, keys, values, reads, scaling, softcap)
-    return Partial(outs[0], lses[0]) if splits == 1 else merge_stacked(outs, lses)
+    rows = rows_of(query)
+    tile = tile_of(rows, keys, values, reads.starts.shape[2] * reads.page_size)
+    outs = full((tile.splits, *query.shape[:4], values.shape[3]), query)
+    lses = full((tile.splits, *query.shape[:4]), query)
+    attend_into(outs, lses, tile, rows, query.shape[3], keys, values, reads, scaling, softcap)
+    return Partial(outs[0], lses[0]) if tile.splits == 1 else merge_stacked(outs, lses)
 
 
 def attend_into(
     outs: Tensor,
     lses: Tensor,
-    query: Tensor,
+    tile: Tile,
+    rows: Tensor,
+    queries: int,
     keys: Tensor,
     values: Tensor,
     reads: Reads,
     scaling: float,
     softcap: float | None,
 ) -> None:
-    """The same into one part a split: contiguous float32 `[splits, B, H, G, Q, D_v]` and `[splits, B, H, G, Q]`."""
-    batch, heads, _, queries, dim = query.shape
-    rows, value_dim, tokens = rows_of(query), values.shape[3], tile_tokens(keys, values)
-    count, tile, splits = rows.shape[2], tile_rows(rows.shape[2], MOST_ROWS), len(outs)
-    tiles = triton.cdiv(reads.starts.shape[2] * reads.page_size, tokens)
-    exact_kernel[(splits, triton.cdiv(count, tile), batch * heads)](
-        rows, _stored(keys), _stored(values), _runs(reads), outs, lses,
-        batch * heads * count, heads, count, queries, triton.cdiv(tiles, splits), cap_of(scaling, softcap),
-        PAGE=reads.page_size, MASKED=reads.mask is not None, DIM=dim, BLOCK_DIM=_block(dim),
-        VALUE_DIM=value_dim, BLOCK_VALUE=_block(value_dim), ROWS=tile, TOKENS=tokens,
+    """The same into the first `tile.splits` parts of float32 `[parts, B, H, ..., D_v]` and `[parts, B, H, ...]`.
+
+    `rows` are contiguous `[B, H, G Q, D]` in any float dtype, Q is `queries`.
+    """
+    batch, heads, count, dim = rows.shape
+    value_dim, (starts, lengths, page_size, last, mask) = values.shape[3], reads
+    runs = Runs(starts.contiguous(), lengths.contiguous(), last.contiguous(), last if mask is None else mask)
+    tiles = ceil_div(ceil_div(starts.shape[2] * page_size, tile.tokens), tile.splits)
+    exact_kernel[(tile.splits, ceil_div(count, tile.rows), batch * heads)](
+        rows, _stored(keys), _stored(values), runs, outs, lses, batch * heads * count, heads, count, queries,
+        starts.shape[2], tiles, *((0, 0, 0) if mask is None else mask[:, 0].stride()), cap_of(scaling, softcap),
+        PAGE=page_size, MASKED=mask is not None, DIM=dim, BLOCK_DIM=_block(dim),
+        VALUE_DIM=value_dim, BLOCK_VALUE=_block(value_dim), ROWS=tile.rows, TOKENS=tile.tokens,
         WIDE=interpreted() and keys.dtype == torch.bfloat16, num_stages=2,
-        num_warps=4 if tile == LEAST_ROWS else 8,
+        num_warps=4 if tile.rows == LEAST_ROWS else 8,
     )  # fmt: skip
 
 
-def splits_of(query: Tensor, keys: Tensor, values: Tensor, reads: Reads) -> int:
-    """Programs that share the tokens of one tile of rows: as many as keep the device busy, at most one a tile."""
-    heads, rows = query.shape[0] * query.shape[1], query.shape[2] * query.shape[3]
-    wanted = PROGRAMS_A_PROCESSOR * _processors(query.device)
-    tiles = triton.cdiv(reads.starts.shape[2] * reads.page_size, tile_tokens(keys, values))
-    return max(1, min(tiles, wanted // (heads * triton.cdiv(rows, tile_rows(rows, MOST_ROWS)))))
-
-
-def tile_tokens(keys: Tensor, values: Tensor) -> int:
-    """Tokens of a tile."""
-    token = (_block(keys.shape[3]) + _block(values.shape[3])) * keys.element_size()
-    fitting = 1 << (TILE_BYTES // token).bit_length() - 1  # the largest power of two
-    return max(LEAST_TOKENS, min(MOST_TOKENS, fitting))
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def tile_of(rows: Tensor, keys: Tensor, values: Tensor, tokens: int) -> Tile:
+    """How `rows [B, H, n, D]` and that many tokens are shared out: to as many programs as keep the device busy."""
+    token_bytes = (_block(keys.shape[3]) + _block(values.shape[3])) * keys.element_size()
+    fitting = 1 << (TILE_BYTES // token_bytes).bit_length() - 1  # the largest power of two
+    tile, at_once = tile_rows(rows.shape[2], MOST_ROWS), max(LEAST_TOKENS, min(MOST_TOKENS, fitting))
+    programs = rows.shape[0] * rows.shape[1] * ceil_div(rows.shape[2], tile)
+    wanted = PROGRAMS_A_PROCESSOR * processors(rows.device) // programs
+    return Tile(tile, at_once, max(1, min(ceil_div(tokens, at_once), wanted)))
 
 
 def _block(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, power_of_two(dim))
 
 
 def _stored(tensor: Tensor) -> Stored:
@@ -111,19 +122,13 @@ def _stored(tensor: Tensor) -> Stored:
     return Stored(tensor, *tensor.stride()[:3])
 
 
-def _runs(reads: Reads) -> Runs:
-    starts, lengths, last = (tensor.contiguous() for tensor in (reads.starts, reads.lengths, reads.last))
-    mask, steps = (last, (0, 0, 0)) if reads.mask is None else (reads.mask, reads.mask[:, 0].stride())
-    return Runs(starts, lengths, starts.shape[2], last, mask, *steps)
-
-
 @triton.jit
-def tile_of_runs(runs, head, tile, PAGE: tl.constexpr, TOKENS: tl.constexpr):
+def tile_of_runs(runs, head, count, tile, PAGE: tl.constexpr, TOKENS: tl.constexpr):
     """Positions of the tokens of a tile, and which of them belong to a run, `[TOKENS]`."""
     token = tile * TOKENS + tl.arange(0, TOKENS)
     run, offset = token // PAGE, token % PAGE
-    start = tl.load(runs.starts + head * runs.count + run, mask=run < runs.count, other=0)
-    length = tl.load(runs.lengths + head * runs.count + run, mask=run < runs.count, other=0)
+    start = tl.load(runs.starts + head * count + run, mask=run < count, other=0)
+    length = tl.load(runs.lengths + head * count + run, mask=run < count, other=0)
     return start + offset, offset < length
 
 
@@ -136,18 +141,19 @@ def load_tokens(stored, row, head, position, there, DIM: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def readable_tokens(runs, row, query, limit, position, there, MASKED: tl.constexpr):
-    """Which tokens the queries `[ROWS]` may read, `[ROWS, TOKENS]`."""
+def readable_tokens(mask, queries, to_token, limit, position, there, MASKED: tl.constexpr):
+    """Which tokens the queries `[ROWS]`, whose masks start at `mask + queries`, may read: `[ROWS, TOKENS]`."""
     readable = there[None] & (position[None] <= limit[:, None])
     if MASKED:
-        at = runs.mask + row * runs.row + query[:, None] * runs.query + position[None] * runs.token
+        at = mask + queries[:, None] + position[None] * to_token
         readable = readable & (tl.load(at, mask=readable, other=0) != 0)
     return readable
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["run_count", "tiles", "mask_row", "mask_query", "mask_token"])
 def exact_kernel(
-    query, keys, values, runs, outs, lses, all_rows, heads, count, queries, tiles, cap,
+    query, keys, values, runs, outs, lses, all_rows, heads, count, queries, run_count, tiles,
+    mask_row, mask_query, mask_token, cap,
     PAGE: tl.constexpr, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -159,13 +165,14 @@ def exact_kernel(
     dim, value = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     q = tl.load(query + at[:, None] * DIM + dim, mask=(rows < count)[:, None] & (dim < DIM), other=0.0)
     q, limit = q.to(keys.data.dtype.element_ty), tl.load(runs.last + b * queries + asked)
+    shown = b * mask_row + asked.to(tl.int64) * mask_query
     most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_VALUE), tl.float32)
     for tile in range(split * tiles, (split + 1) * tiles):
-        position, there = tile_of_runs(runs, head, tile, PAGE, TOKENS)
+        position, there = tile_of_runs(runs, head, run_count, tile, PAGE, TOKENS)
         k = load_tokens(keys, b, h, position, there, DIM, BLOCK_DIM)
         logits = capped(product(q, tl.trans(k), tl.zeros((ROWS, TOKENS), tl.float32), WIDE), cap)
-        readable = readable_tokens(runs, b, asked, limit, position, there, MASKED)
+        readable = readable_tokens(runs.mask, shown, mask_token, limit, position, there, MASKED)
         out, total, most = add_tile(
             out, total, most, tl.where(readable, logits, float("-inf")),
             load_tokens(values, b, h, position, there, VALUE_DIM, BLOCK_VALUE), WIDE,
@@ -183,11 +190,3 @@ def add_tile(out, total, most, logits, v, WIDE: tl.constexpr):
     keep, weights = tl.exp(most - finite(higher)), tl.exp(logits - finite(higher)[:, None])
     out = product(weights.to(v.dtype), v, out * keep[:, None], WIDE)
     return out, total * keep + tl.sum(weights, 1), higher
-
-
-@triton.jit
-def product(left, right, onto, WIDE: tl.constexpr):
-    """`left @ right + onto`; `WIDE`: of the rounded operands in float32, for the interpreter knows no bfloat16."""
-    if WIDE:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, onto, input_precision="tf32x3")

@@ -12,6 +12,7 @@ from torch import Tensor
 from oval_core.basis import PageBasis
 
 LEAST_ROWS = 16  # of a tile that goes through the tensor cores
+INTERPRETED_PROCESSORS = 4
 
 
 class Cap(NamedTuple):
@@ -26,14 +27,31 @@ def cap_of(scaling: float, softcap: float | None) -> Cap:
     return Cap(float(scaling), 0.0 if softcap is None else float(softcap))
 
 
+def power_of_two(number: int) -> int:
+    """The smallest one that is at least `number` (and 1), in plain Python: this runs dozens of times a layer."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def ceil_div(number: int, by: int) -> int:
+    """How many `by` it takes to make up `number`."""
+    return -(-number // by)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device, which programs are to be shared out among."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def rows_of(query: Tensor) -> Tensor:
-    """`[B, H, G, Q, D]` -> `[B, H, G Q, D]`, contiguous float32; the query as it is if it is that already."""
-    return query.float().flatten(2, 3).contiguous()
+    """`[B, H, G, Q, D]` -> `[B, H, G Q, D]`, contiguous; the query as it is if it is that already."""
+    return query.flatten(2, 3).contiguous()
 
 
 def tile_rows(rows: int, most: int, least: int = LEAST_ROWS) -> int:
     """Rows of a tile: a power of two that `rows` fit in, within bounds."""
-    return max(least, min(most, triton.next_power_of_2(rows)))
+    return max(least, min(most, power_of_two(rows)))
 
 
 def in_one_layout(basis: PageBasis, names: tuple[str, ...]) -> tuple[list[Tensor], int]:
@@ -50,10 +68,21 @@ def in_one_layout(basis: PageBasis, names: tuple[str, ...]) -> tuple[list[Tensor
 
 def _capacity(field: Tensor) -> int | None:
     """Pages from one head `[B, H, P, ...]` to the next, None if pages do not lie one after the other."""
-    page = field[0, 0, 0] if field.shape[2] else field.new_empty(field.shape[3:])
-    size, (to_row, to_head, to_page) = page.numel(), field.stride()[:3]
-    packed = page.is_contiguous() and to_page == size and size and to_head % size == 0
+    size, (to_row, to_head, to_page, *steps) = 1, field.stride()
+    for extent, step in zip(reversed(field.shape[3:]), reversed(steps), strict=True):
+        if extent != 1 and step != size:
+            return None
+        size *= extent
+    packed = size and to_page == size and to_head % size == 0
     return to_head // size if packed and to_row == field.shape[1] * to_head else None
+
+
+@triton.jit
+def product(left, right, onto, WIDE: tl.constexpr):
+    """`left @ right + onto`; `WIDE`: of the rounded operands in float32, for the interpreter knows no bfloat16."""
+    if WIDE:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, onto, input_precision="tf32x3")
 
 
 @triton.jit
