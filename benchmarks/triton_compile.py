@@ -95,12 +95,13 @@ def launches_of(shape: Shape) -> list[Launch]:
     runs = torch.zeros(1, HEADS, BUDGET, dtype=torch.long)
     mask = None if queries == 1 else torch.ones(1, 1, queries, keys.shape[2], dtype=torch.bool)
     listed = torch.zeros(1, HEADS, SHORTLIST, dtype=torch.long)
-    layer = _layer(keys[:, :, : 8 * BUDGET * PAGE_SIZE])
+    layers = {router: _layer(keys[:, :, : 8 * BUDGET * PAGE_SIZE], router) for router in ("basis", "box")}
     with recorded(launches, shape):
         kernels.evaluate_bases(query, basis, listed, scaling, None)
         if queries == 1:
-            kernels.cascade(query.flatten(1, 2), layer, None, scaling)
-            return launches
+            for layer in layers.values():
+                kernels.cascade(query.flatten(1, 2).to(keys.dtype), layer, None, scaling)
+            return list({launch.kernel.__name__: launch for launch in reversed(launches)}.values())
         kernels.coarse_scores(query, basis, scaling, None)
         reads = Reads(runs, runs, PAGE_SIZE, torch.zeros(1, queries, dtype=torch.long), mask)
         part = kernels.attend_pages(query, keys, keys, reads, scaling, None)
@@ -108,9 +109,9 @@ def launches_of(shape: Shape) -> list[Launch]:
     return launches
 
 
-def _layer(keys: Tensor) -> OvalLayer:
+def _layer(keys: Tensor, router: str) -> OvalLayer:
     """A layer that has read these keys, values alike, and one more token."""
-    layer = OvalLayer(OvalConfig(router="basis", rank=RANK, page_size=PAGE_SIZE), None, 0)
+    layer = OvalLayer(OvalConfig(router=router, rank=RANK, page_size=PAGE_SIZE), None, 0)
     for tokens in (keys, keys[:, :, :1]):
         layer.update(tokens, tokens)
         layer.attended(None)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oval_core import OvalConfig, attach, kernels
 from oval_core.attention import paged_attention
 from oval_core.basis import PageBasis, build_basis
 from oval_core.binding import Binding
-from oval_core.kernels import Kernels, Partial, Reads, reference
+from oval_core.kernels import Kernels, Partial, Reads, reference, triton_select
 from oval_core.kernels.triton import on_its_device
 from oval_core.layer import OvalLayer
 from oval_core.memory import take
@@ -340,6 +341,70 @@ def test_a_step_in_few_launches(
     assert our_stats["impl_fallbacks"] == {}
     for name in ("bytes_read", "metadata_bytes", "pages_read_mean", "page_utilization", "route_hit_rate"):
         assert our_stats[name] == their_stats[name], name
+
+
+@pytest.mark.parametrize(("pages", "wanted"), [(70, 20), (70, 7), (2100, 735), (5, 5), (3, 0)])
+def test_of_equal_pages_the_first_is_listed(pages: int, wanted: int) -> None:
+    """As by a stable sort; ranks are of few values, some pages are absent, rows differ in length."""
+    group, sinks, window = 3, 1, 2
+    level = torch.randint(0, 4, (BATCH, HEADS, 1, pages), device=DEVICE).float()
+    scores = level.expand(-1, -1, group, -1).contiguous()
+    tokens = torch.randint(0, 5, (BATCH, HEADS, pages), dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([[pages, max(1, pages - 3)], [0, 0], [wanted, max(0, wanted - 1)], [0, 0]], device=DEVICE)
+    listed = torch.empty(BATCH, HEADS, max(1, wanted), dtype=torch.int32, device=DEVICE)
+    launch: Any = triton_select.shortlist_kernel
+    launch[(BATCH * HEADS,)](
+        triton_select.Scored(scores, scores), tokens, triton_select.Rows(*rows.unbind()), listed, pages, pages,
+        pages, max(1, wanted), HEADS, group, sinks, window,
+        ROWS=4, TILES=4096, PAGES=4096, LISTED=1024, num_warps=8,
+    )  # fmt: skip
+    page, count = torch.arange(pages, device=DEVICE), rows[0, :, None, None]
+    forced = (page < sinks) | (page >= count - window)
+    ranks = level[:, :, 0].masked_fill(forced, torch.inf).masked_fill((page >= count) | (tokens == 0), -torch.inf)
+    order = ranks.sort(dim=-1, descending=True, stable=True)
+    for row, head in product(range(BATCH), range(HEADS)):
+        some = int(rows[2, row])
+        expected = order.indices[row, head, :some][order.values[row, head, :some] > -torch.inf].sort().values.tolist()
+        filling = [-1] * (listed.shape[2] - len(expected))
+        assert listed[row, head].tolist() == expected + filling
+
+
+MOST_LAUNCHES, MOST_OPERATIONS = {"basis": 7, "box": 4}, 16  # on the host, those that touch no number included
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_a_step_costs_few_launches_and_operations(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the step also runs, and must not wait for the device."""
+    config = OvalConfig(page_size=8, budget_pages=6, rank=4, router=router, stats_every=0)
+    layer, query = layer_of(config, (16, 16), torch.float32, False), on_device(BATCH, HEADS * 2, 1, 16)
+    binding, launches = Binding("triton", "sdpa", Recorder(config)), list[str]()
+    kind: Any = type(triton_select.shortlist_kernel)
+    run = kind.run
+
+    def note(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(kernel.fn.__name__)
+        return run(kernel, *args, **kwargs) if DEVICE.type == "cuda" else None
+
+    paged_attention(binding, layer, query, None, SCALING)
+    monkeypatch.setattr(kind, "run", note)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    with Operations() as operations:
+        paged_attention(binding, layer, query, None, SCALING)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(launches) <= MOST_LAUNCHES[router], launches
+    assert operations.count <= MOST_OPERATIONS
 
 
 def test_several_queries_without_a_mask_go_tier_by_tier() -> None:
