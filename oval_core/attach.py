@@ -122,7 +122,7 @@ class Handle:
                 setattr(module, BINDING, binding)
                 self._bound.append(module)
         if hasattr(binding.kernels, "warm_up"):
-            binding.kernels.warm_up(self.model.dtype)
+            binding.kernels.warm_up(self.model.dtype, self.model.device, self._text_config, self.config)
         self._hooks.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         if self._router.needs_hidden_states:
             self._feed_hidden_states()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from oval_core.basis import PageBasis
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
     from oval_core.routers.base import Selection
 
@@ -84,9 +88,20 @@ class Kernels(Protocol):
     def cascade(self, query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float) -> tuple[Tensor, Selection]:
         """Optional: what `select` of a router, `attend_pages` and `merge` do together, in one call; see `cpu.cascade`.
 
-        `query` is `[B, heads, Q, D]` in any dtype; the output is float32 `[B, Q, heads, D_v]`.
+        `query` is `[B, heads, Q, D]` in any dtype; the output is `[B, Q, heads, D_v]`, in float32 or that dtype.
 
         Routers of exactly the classes in the module's `FUSED_ROUTERS` go this way.
+        """
+        ...
+
+    def warm_up(
+        self, dtype: torch.dtype, device: torch.device, model_config: PreTrainedConfig, config: OvalConfig
+    ) -> None:
+        """Optional: compile what a step needs, or load what an earlier process compiled, before the first token.
+
+        Args:
+            dtype, device: of the model, and so of its cache.
+            model_config: of the decoder; its heads matter.
         """
         ...
 

@@ -108,8 +108,8 @@ def _use_threads_of_torch() -> int:
     return threads
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile for a cache of `dtype`, or load what an earlier process compiled; says so if it takes long."""
+def warm_up(dtype: torch.dtype, *_: object) -> None:
+    """See `api.Kernels.warm_up`; one compilation serves any model. Says so if it takes long."""
     from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
 

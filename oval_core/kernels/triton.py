@@ -23,7 +23,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from oval_core.config import OvalConfig
 from oval_core.kernels import triton_basis, triton_cascade, triton_coarse, triton_exact, triton_merge
 from oval_core.kernels.api import Partial
 from oval_core.kernels.reference import attend
@@ -38,7 +40,10 @@ __all__ = [
     "evaluate_bases",
     "merge",
     "unsupported",
+    "warm_up",
 ]
+
+WARM_UP_PAGES = 64  # at least; twice the budget, so that some are not read
 
 First = TypeVar("First", bound=Tensor | list[Partial])
 Rest = ParamSpec("Rest")
@@ -64,3 +69,29 @@ cascade = on_its_device(triton_cascade.cascade)
 coarse_scores = on_its_device(triton_coarse.coarse_scores)
 evaluate_bases = on_its_device(triton_basis.evaluate_bases)
 merge = on_its_device(triton_merge.merge)
+
+
+def warm_up(dtype: torch.dtype, device: torch.device, model_config: PreTrainedConfig, config: OvalConfig) -> None:
+    """See `api.Kernels.warm_up`: the kernels of a decoding step of one row, if the router is a fused one."""
+    config = config.for_device(device)
+    heads = getattr(model_config, "num_attention_heads", None)
+    if device.type != "cuda" or heads is None or config.router not in [router.name for router in FUSED_ROUTERS]:
+        return
+    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    with torch.inference_mode():
+        step_of_zeros((heads, kv_heads, dim), dtype, device, config)
+
+
+def step_of_zeros(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, config: OvalConfig) -> None:
+    """One decoding step of a layer of that many query heads, KV heads and dimensions."""
+    from oval_core.layer import OvalLayer
+
+    heads, kv_heads, dim = sizes
+    layer = OvalLayer(config, None, 0)
+    pages = max(WARM_UP_PAGES, 2 * (config.budget_pages or 0))
+    for tokens in (pages * config.page_size + config.seal_tokens, 1):
+        new = torch.zeros(1, kv_heads, tokens, dim, dtype=dtype, device=device)
+        layer.update(new, new)
+        layer.attended(None)
+    cascade(torch.zeros(1, heads, 1, dim, dtype=dtype, device=device), layer, None, 1.0)

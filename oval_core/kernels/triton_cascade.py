@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FUSED_ROUTERS = (BasisRouter, BoxRouter)
 TAIL_PROGRAMS_A_PROCESSOR, MOST_TAIL_PAGES = 16, 8
-LEAST_RANKS = 2048  # fewer pages are ranked by the same compiled kernel
+LEAST_RANKS, LEAST_LISTED = 2048, 512  # fewer pages are ranked by the same compiled kernels
 ANY_TOKEN = 1 << 62  # the runs of a step end where its row ends
 
 
@@ -172,7 +172,7 @@ def _listed(step: Step, scored: Scored) -> Listed:
     last, sizes = _ranking(step, scored)
     shortlist_kernel[(batch * heads,)](
         scored, plan.coarse.tokens, plan.rows, pages, plan.capacity, *scored.scores.shape[3:],
-        scored.masses.shape[3], listed, *last, **sizes, LISTED=power_of_two(listed),
+        scored.masses.shape[3], listed, *last, **sizes, LISTED=max(LEAST_LISTED, power_of_two(listed)),
     )  # fmt: skip
     mass_kernel[(listed, ceil_div(group, tile), batch * heads)](
         step.query, plan.bases, pages, mass, plan.capacity, listed, group, cap_of(step.scaling, None),
@@ -197,7 +197,7 @@ def _chosen(step: Step, scored: Scored, listed: Listed | None) -> Chosen:
             scored.masses.shape[3], *numbers, *last, **sizes, **last_sizes, SIZE=layer.config.page_size,
         )  # fmt: skip
         return chosen
-    width, rows = power_of_two(plan.shortlist), power_of_two(group)
+    width, rows = max(LEAST_LISTED, power_of_two(plan.shortlist)), power_of_two(group)
     impact_kernel[(batch * heads,)](
         step.query, listed.mass, listed.pages, *plan.errors, plan.rows, plan.table, chosen, plan.capacity,
         plan.shortlist, *numbers, heads, group, step.scaling, *last[2:],
@@ -245,8 +245,9 @@ def _add_tail(step: Step, tail: Listed, share: int, first: int, outs: Tensor, ls
     """Write the parts from `first` on."""
     plan, (batch, heads, group, _) = step.plan, step.query.shape
     tile = tile_rows(group, MOST_ROWS, least=1)
+    warps = warps_of(step.layer.pages.basis, tile) * (1 if plan.sizes["BLOCK_VALUE"] <= 64 else 2)  # for the output
     tail_kernel[(len(outs) - first, ceil_div(group, tile), batch * heads)](
         step.query, plan.bases, tail.pages, tail.mass, outs, lses, plan.capacity, plan.shortlist,
         share, first, batch * heads * group, group, cap_of(step.scaling, None),
-        **plan.sizes, ROWS=tile, num_warps=warps_of(step.layer.pages.basis, tile),
+        **plan.sizes, ROWS=tile, num_warps=min(8, warps),
     )  # fmt: skip

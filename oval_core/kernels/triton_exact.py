@@ -32,6 +32,8 @@ from oval_core.kernels.triton_merge import merge_stacked
 
 TILE_BYTES = 32 << 10  # of keys and values in a tile: two of them in flight fit into any GPU's shared memory
 LEAST_TOKENS, MOST_TOKENS, MOST_ROWS = 16, 64, 64  # of a tile
+MOST_FLOAT32 = 4096  # numbers of a tile of queries that is multiplied in three parts: with it, those tiles still fit
+ROW_BYTES_OF_FEW_WARPS = 8 << 10
 PROGRAMS_A_PROCESSOR = 2  # enough to hide latency behind each other
 
 
@@ -54,10 +56,11 @@ class Runs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows and tokens that a program works on at a time, and the programs that share the tokens of a tile of rows."""
+    """Rows and tokens that a program works on at a time, its warps, and the programs that share a row's tokens."""
 
     rows: int
     tokens: int
+    warps: int
     splits: int
 
 
@@ -99,18 +102,20 @@ def attend_into(
         PAGE=page_size, MASKED=mask is not None, DIM=dim, BLOCK_DIM=_block(dim),
         VALUE_DIM=value_dim, BLOCK_VALUE=_block(value_dim), ROWS=tile.rows, TOKENS=tile.tokens,
         WIDE=interpreted() and keys.dtype == torch.bfloat16, num_stages=2,
-        num_warps=4 if tile.rows == LEAST_ROWS else 8,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
 def tile_of(rows: Tensor, keys: Tensor, values: Tensor, tokens: int) -> Tile:
     """How `rows [B, H, n, D]` and that many tokens are shared out: to as many programs as keep the device busy."""
-    token_bytes = (_block(keys.shape[3]) + _block(values.shape[3])) * keys.element_size()
-    fitting = 1 << (TILE_BYTES // token_bytes).bit_length() - 1  # the largest power of two
-    tile, at_once = tile_rows(rows.shape[2], MOST_ROWS), max(LEAST_TOKENS, min(MOST_TOKENS, fitting))
+    width, size = _block(keys.shape[3]), keys.element_size()
+    fitting = 1 << (TILE_BYTES // ((width + _block(values.shape[3])) * size)).bit_length() - 1
+    at_once = max(LEAST_TOKENS, min(MOST_TOKENS, fitting))
+    tile = tile_rows(rows.shape[2], MOST_ROWS if size < 4 else max(LEAST_ROWS, min(MOST_ROWS, MOST_FLOAT32 // width)))
+    warps = 4 if tile == LEAST_ROWS and tile * width * size <= ROW_BYTES_OF_FEW_WARPS else 8
     programs = rows.shape[0] * rows.shape[1] * ceil_div(rows.shape[2], tile)
     wanted = PROGRAMS_A_PROCESSOR * processors(rows.device) // programs
-    return Tile(tile, at_once, max(1, min(ceil_div(tokens, at_once), wanted)))
+    return Tile(tile, at_once, warps, max(1, min(ceil_div(tokens, at_once), wanted)))
 
 
 def _block(dim: int) -> int:
@@ -150,7 +155,7 @@ def readable_tokens(mask, queries, to_token, limit, position, there, MASKED: tl.
     return readable
 
 
-@triton.jit(do_not_specialize=["run_count", "tiles", "mask_row", "mask_query", "mask_token"])
+@triton.jit(do_not_specialize=["all_rows", "run_count", "tiles", "mask_row", "mask_query", "mask_token"])
 def exact_kernel(
     query, keys, values, runs, outs, lses, all_rows, heads, count, queries, run_count, tiles,
     mask_row, mask_query, mask_token, cap,

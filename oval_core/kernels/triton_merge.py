@@ -10,7 +10,7 @@ from torch import Tensor
 from oval_core.kernels.api import Partial
 from oval_core.kernels.triton_maths import ceil_div, finite, full, power_of_two
 
-FEW_PARTS, MANY_PARTS, MOST_DIMS = 32, 128, 32  # of a tile
+PARTS, MOST_DIMS = 64, 32  # of a tile
 
 
 def merge(parts: list[Partial], sink_logits: Tensor | None) -> Tensor:
@@ -41,14 +41,13 @@ def merge_into(out: Tensor, lse: Tensor | None, outs: Tensor, lses: Tensor, sink
     """The same for contiguous tensors into `out`, in any float dtype, and `lse`, float32; None: it is not wanted."""
     parts, dim = outs.shape[0], outs.shape[-1]
     rows, block = outs.numel() // max(1, parts * dim), min(MOST_DIMS, power_of_two(dim))
-    tile = FEW_PARTS if parts <= FEW_PARTS else MANY_PARTS
     merge_kernel[(rows, ceil_div(dim, block))](
         outs, lses, lses if sinks is None else sinks, out, lses if lse is None else lse, parts, rows,
-        DIM=dim, BLOCK=block, PARTS=tile, SINKS=sinks is not None, MASS=lse is not None, num_warps=tile // FEW_PARTS,
+        DIM=dim, BLOCK=block, PARTS=PARTS, SINKS=sinks is not None, MASS=lse is not None, num_warps=2,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "rows"])
 def merge_kernel(
     outs, lses, sinks, out, lse, parts, rows,
     DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, MASS: tl.constexpr,

@@ -93,7 +93,7 @@ def share_ranks(
     some = tl.where(total == 0, 1.0, total)
     count = tl.load(counts + head // heads)
     share = tl.zeros_like(page).to(tl.float32)
-    for member in tl.range(group, loop_unroll_factor=4):
+    for member in tl.range(group, loop_unroll_factor=2):
         at = scored.scores + (head * group + member) * width + page
         score = tl.load(at, mask=page < count, other=float("-inf"))
         shift, scale = tl.sum(tl.where(row == member, most, 0.0), 0), tl.sum(tl.where(row == member, some, 0.0), 0)
@@ -175,9 +175,10 @@ def store_chosen(
     place = tl.cumsum(read.to(tl.int32), 0) - 1
     tl.store(chosen.pages + head * most + place, page.to(tl.int64), mask=read)
     tl.store(chosen.valid + head * most + place, read, mask=read)
-    at = b * capacity + page
-    tl.store(chosen.starts + head * runs + place, tl.load(table.starts + at, mask=read, other=0), mask=read)
-    tl.store(chosen.lengths + head * runs + place, tl.load(table.lengths + at, mask=read, other=0), mask=read)
+    start = tl.load(table.starts + b * capacity + page, mask=read, other=0)
+    tl.store(chosen.starts + head * runs + place, start, mask=read)
+    length_of = tl.load(table.lengths + b * capacity + page, mask=read, other=0)
+    tl.store(chosen.lengths + head * runs + place, length_of, mask=read)
     place = tl.arange(0, RUNS)
     spare, nothing = (place >= found) & (place < most), tl.zeros((RUNS,), tl.int64)
     tl.store(chosen.pages + head * most + place, nothing, mask=spare)

@@ -26,7 +26,7 @@ def mass_kernel(
     tl.store(mass + (head * count + row) * listed + slot, tl.where(number >= 0, found, float("-inf")), mask=row < count)
 
 
-@triton.jit(do_not_specialize=["capacity", "listed", "share", "first"])
+@triton.jit(do_not_specialize=["capacity", "listed", "share", "first", "all_rows"])
 def tail_kernel(
     query, bases, pages, mass, outs, lses, capacity, listed, share, first, all_rows, count, cap,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, VALUE_DIM: tl.constexpr,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from oval_core.attention import paged_attention
 from oval_core.basis import PageBasis, build_basis
 from oval_core.binding import Binding
 from oval_core.kernels import Kernels, Partial, Reads, reference, triton_select
-from oval_core.kernels.triton import on_its_device
+from oval_core.kernels.triton import on_its_device, step_of_zeros
 from oval_core.layer import OvalLayer
 from oval_core.memory import take
 from oval_core.stats import Recorder
@@ -382,6 +383,19 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """To wait for a GPU is an error."""
+    if DEVICE.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("router", ["basis", "box"])
 def test_a_step_costs_few_launches_and_operations(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the step also runs, and must not wait for the device."""
@@ -397,14 +411,32 @@ def test_a_step_costs_few_launches_and_operations(router: str, monkeypatch: pyte
 
     paged_attention(binding, layer, query, None, SCALING)
     monkeypatch.setattr(kind, "run", note)
-    if DEVICE.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    with Operations() as operations:
+    with Operations() as operations, no_waiting():
         paged_attention(binding, layer, query, None, SCALING)
-    if DEVICE.type == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
     assert len(launches) <= MOST_LAUNCHES[router], launches
     assert operations.count <= MOST_OPERATIONS
+
+
+@pytest.mark.parametrize("router", ["basis", "box"])
+def test_a_warm_up_compiles_what_steps_launch(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for its compile-time arguments: the same ones while a context grows, pages being sealed."""
+    config = OvalConfig(router=router, stats_every=0)
+    launches, kind = set[tuple[str, ...]](), type(triton_select.shortlist_kernel)
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.add((kernel.fn.__name__, *(f"{name}={value}" for name, value in sorted(kwargs.items()))))
+
+    monkeypatch.setattr(kind, "run", note)
+    step_of_zeros((4, 2, 16), torch.bfloat16, DEVICE, config)
+    compiled, layer = set(launches), OvalLayer(config, None, 0)
+    assert len(compiled) == MOST_LAUNCHES[router]
+    for tokens in (3000, *[1] * 70):
+        layer.update(*(on_device(1, 2, tokens, 16, dtype=torch.bfloat16) for _ in range(2)))
+        layer.attended(None)
+        if layer.pages.num_pages:
+            binding = Binding("triton", "sdpa", Recorder(config))
+            paged_attention(binding, layer, on_device(1, 4, 1, 16, dtype=torch.bfloat16), None, SCALING)
+    assert launches == compiled
 
 
 def test_several_queries_without_a_mask_go_tier_by_tier() -> None:
