@@ -4,14 +4,15 @@ Each kernel has a file of its own: `triton_coarse.py`, `triton_basis.py`, `trito
 fields, page numbers and runs of tokens are read where they lie; nothing is unpacked or gathered beforehand. A decoding
 step without a mask takes few launches, see `triton_cascade.py`.
 
-A decoding step without an attention mask never waits for the device: selections stay there, and the few numbers that
-Python knows (`memory.on_device`) are copied without waiting. With a mask it waits once a layer, to see whether a new
-token is hidden; at the steps that `stats_every` samples it waits, too. Between such a step and a CUDA graph stand:
+A decoding step without an attention mask never waits for the device: selections stay there, and of the numbers that
+Python knows only the length changes from step to step; it is an argument of a kernel. With a mask it waits once a layer,
+to see whether a new token is hidden; at the steps that `stats_every` samples it waits, too. An attempt to capture such a
+step in a CUDA graph is refused (`memory.refuse_capture`). Between it and a graph stand:
 
-- Shapes grow: `view_pages` narrows to the pages that exist, shortlist and budget are shares of these, and the open tail
-  is as many runs as it needs. A graph wants the capacity of `SealedPages`, upper bounds, and counts on the device.
-- `PageStore.append` writes where Python says, `reads_of` gets lengths and ends from Python: a replay would use those of
-  the captured step. Both want a counter on the device that the graph itself advances.
+- Shapes grow: scores are as wide as there are pages, shortlist and budget are shares of these. A graph wants the
+  capacity of `SealedPages`, upper bounds, and counts on the device.
+- `PageStore.append` writes where Python says, the length is an argument: a replay would use those of the captured step.
+  Both want a counter on the device that the graph itself advances.
 - `PageStore` and `SealedPages` move when they grow, so a graph is good until then; pages are sealed between replays.
 """
 

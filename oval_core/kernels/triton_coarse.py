@@ -129,8 +129,10 @@ def tile_logits(
         dim = byte + half * HALF
         inside = (byte < HALF) & (dim < DIM)
         q = tl.load(query + row[:, None] * DIM + dim, mask=(row < count)[:, None] & inside, other=0.0)
+        if WIDE:  # the interpreter knows no bfloat16
+            q = q.to(tl.float32)
         mu = tl.load(fields.centroid + at[:, None] * DIM + dim, mask=there[:, None] & inside, other=0)
-        along = product(q, tl.trans(mu.to(q.dtype)), along, WIDE)
-        across = product(tl.abs(q), tl.trans(unsigned4(spread, half).to(q.dtype)), across, WIDE)
+        along = product(q, tl.trans(mu.to(q.dtype)), along, False)
+        across = product(tl.abs(q), tl.trans(unsigned4(spread, half).to(q.dtype)), across, False)
     logits = along * tl.load(fields.centroid_scale + at, mask=there, other=0.0)
     return capped(logits + across * tl.load(fields.radius_scale + at, mask=there, other=0.0), cap)

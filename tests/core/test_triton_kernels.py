@@ -333,7 +333,7 @@ def test_a_step_in_few_launches(
         recorder = Recorder(config)
         recorder.step = 2
         with recorder.tracing() as entries:
-            out = paged_attention(Binding(impl, "sdpa", recorder), layer, query.float(), None, SCALING)
+            out = paged_attention(Binding(impl, "sdpa", recorder), layer, query, None, SCALING)
         found[impl] = out, entries[0].read, recorder.report()
     (ours, our_pages, our_stats), (theirs, their_pages, their_stats) = found["triton"], found["reference"]
     assert torch.equal(our_pages, their_pages)
