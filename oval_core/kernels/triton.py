@@ -5,9 +5,9 @@ fields, page numbers and runs of tokens are read where they lie; nothing is unpa
 step without a mask takes few launches, see `triton_cascade.py`.
 
 A decoding step without an attention mask never waits for the device: selections stay there, and of the numbers that
-Python knows only the length changes from step to step; it is an argument of a kernel. With a mask it waits once a layer,
-to see whether a new token is hidden; at the steps that `stats_every` samples it waits, too. An attempt to capture such a
-step in a CUDA graph is refused (`memory.refuse_capture`). Between it and a graph stand:
+Python knows only the length changes from step to step; it is an argument of a kernel. With a mask it waits once a
+layer, to see whether a new token is hidden; at the steps that `stats_every` samples it waits, too. An attempt to
+capture such a step in a CUDA graph is refused (`memory.refuse_capture`). Between it and a graph stand:
 
 - Shapes grow: scores are as wide as there are pages, shortlist and budget are shares of these. A graph wants the
   capacity of `SealedPages`, upper bounds, and counts on the device.
