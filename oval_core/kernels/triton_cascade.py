@@ -35,6 +35,7 @@ from oval_core.routers.basis import BasisRouter
 from oval_core.routers.box import BoxRouter
 
 if TYPE_CHECKING:
+    from oval_core.config import OvalConfig
     from oval_core.layer import OvalLayer
 
 FUSED_ROUTERS = (BasisRouter, BoxRouter)
@@ -44,8 +45,9 @@ ANY_TOKEN = 1 << 62  # the runs of a step end where its row ends
 
 
 class Plan(NamedTuple):
-    """What steps of a layer have in common until its pages change; `budget`, `shortlist`: the most of any row."""
+    """What steps have in common until pages or config change; `budget`, `shortlist`: the most of any row."""
 
+    config: OvalConfig
     ends: list[int]
     rows: Rows
     budget: int
@@ -117,7 +119,7 @@ def cascade(query: Tensor, layer: OvalLayer, mask: Tensor | None, scaling: float
 def _plan(layer: OvalLayer) -> Plan:
     derived, ends = layer.pages.derived, [table.sealed_end for table in layer.tables]
     plan: Plan | None = derived.get("triton")
-    if plan is None or plan.ends != ends:
+    if plan is None or plan.config is not layer.config or plan.ends != ends:
         plan = derived["triton"] = _new_plan(layer, ends)
     return plan
 
@@ -130,6 +132,7 @@ def _new_plan(layer: OvalLayer, ends: list[int]) -> Plan:
     names = (*COARSE_FIELDS, *Bases._fields, "key_error", "value_error") if refined else COARSE_FIELDS
     fields, capacity = in_one_layout(basis, names)
     return Plan(
+        config,
         ends,
         Rows(*on_device([pages.counts, budget, shortlist, ends], device).unbind()),
         max(budget),

@@ -122,13 +122,22 @@ def test_the_triton_kernels_pass(dtype: torch.dtype) -> None:
     assert [check for check in checks if not check.passed] == []
 
 
-def shifted(written: Tensor) -> Tensor:
-    """Every number a place too far."""
-    return written.roll(1, -1)
+def a_page_on(written: Tensor) -> Tensor:
+    return written + 1
+
+
+def one_left_out(written: Tensor) -> Tensor:
+    """The first of a list of pages."""
+    return torch.cat([torch.full_like(written[..., :1], -1), written[..., 1:]], -1)
 
 
 def a_hundredth_off(written: Tensor) -> Tensor:
     return written + 0.01
+
+
+def all_but_one_too_light(written: Tensor) -> Tensor:
+    """Of several parts; if all were, nothing would change."""
+    return torch.cat([written[:1], written[1:] - 0.1])
 
 
 def a_token_short(written: Tensor) -> Tensor:
@@ -138,11 +147,13 @@ def a_token_short(written: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kernel", "argument", "fault", "caught"),
     [
-        ("share_kernel", "shares", shifted, "box step, pages"),
+        ("box_kernel", "chosen.pages", a_page_on, "box step, pages"),
+        ("box_kernel", "chosen.lengths", a_token_short, "box step, output"),
+        ("shortlist_kernel", "pages", one_left_out, "basis step, output"),
         ("mass_kernel", "mass", a_hundredth_off, "basis step, output"),
-        ("impact_kernel", "impact", shifted, "basis step, pages"),
-        ("runs_kernel", "lengths", a_token_short, "box step, output"),
-        ("tail_kernel", "lses", a_hundredth_off, "basis step, output"),
+        ("impact_kernel", "chosen.pages", a_page_on, "basis step, pages"),
+        ("impact_kernel", "chosen.starts", a_token_short, "basis step, output"),
+        ("tail_kernel", "lses", all_but_one_too_light, "basis step, output"),
         ("tail_kernel", "outs", a_hundredth_off, "basis step, output"),
     ],
 )
@@ -168,7 +179,9 @@ class _Broken:
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             self.kernel[grid](*args, **kwargs)
-            written = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}[self.argument]
+            name, _, field = self.argument.partition(".")
+            written = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}[name]
+            written = getattr(written, field) if field else written
             written.copy_(self.fault(written))
 
         return launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
@@ -342,6 +343,19 @@ def test_a_step_in_few_launches(
     assert our_stats["impl_fallbacks"] == {}
     for name in ("bytes_read", "metadata_bytes", "pages_read_mean", "page_utilization", "route_hit_rate"):
         assert our_stats[name] == their_stats[name], name
+
+
+def test_a_config_that_changes_is_followed() -> None:
+    config = OvalConfig(router="basis", page_size=8, budget_pages=6, rank=4)
+    layer, query = layer_of(config, (16, 16), torch.float32, False), on_device(BATCH, HEADS, 1, 16)
+    triton = Binding("triton", "sdpa", Recorder(config))
+    read = {}
+    for budget in (6, 4):
+        layer.config = dataclasses.replace(config, budget_pages=budget)
+        with triton.recorder.tracing() as entries:
+            paged_attention(triton, layer, query, None, SCALING)
+        read[budget] = entries[0].read.sum(-1).unique().tolist()
+    assert read == {6: [5], 4: [3]}  # the open tokens count as one
 
 
 @pytest.mark.parametrize(("pages", "wanted"), [(70, 20), (70, 7), (2100, 735), (5, 5), (3, 0)])
