@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -135,15 +134,12 @@ def test_tiers(triton: Kernels, shape: Shape) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("queries", [1, 5, 64])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 48), (128, 128), (256, 256)], ids=str)
-def test_tiers_of_every_shape(
-    triton: Kernels, dims: tuple[int, int], group: int, queries: int, page_size: int, softcap: float | None
-) -> None:
-    assert_same_tiers(triton, Shape(dims, group, queries, page_size, softcap=softcap))
+def test_tiers_of_every_shape(triton: Kernels, dims: tuple[int, int], group: int, queries: int, page_size: int) -> None:
+    assert_same_tiers(triton, Shape(dims, group, queries, page_size, softcap=0.7 if queries == 5 else None))
 
 
 def test_bases_without_directions_and_without_pages(triton: Kernels) -> None:
@@ -259,7 +255,7 @@ def test_exact_reads(triton: Kernels, read: Read) -> None:
 def test_exact_reads_of_every_shape(
     triton: Kernels, dims: tuple[int, int], group: int, queries: int, page_size: int, dtype: torch.dtype
 ) -> None:
-    for masked, softcap in product((False, True), (None, 0.7)):
+    for masked, softcap in ((False, None), (True, 0.7)):
         assert_same_read(triton, Read(dims, group, queries, page_size, dtype, 3, masked, softcap))
 
 
