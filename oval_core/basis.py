@@ -24,7 +24,7 @@ from oval_core.quantise import int4, int8, packed_size, uint4, unpack_int4, unpa
 SUBSPACE_ITERATIONS = 6
 RIDGE = 1e-3
 NEARLY_DEPENDENT = 1e-6  # added to the squared lengths, so that dependent directions do no harm
-NEGLIGIBLE = 0.1  # the length of a direction that keeps 1e-4 of its own when `_spread_rows` does its work: noise
+NEGLIGIBLE = 1e-4  # a direction that keeps less than this share of its length when orthogonalised is rounding noise
 
 
 @dataclass
@@ -233,29 +233,27 @@ def leading_directions(deviation: Tensor, rank: int) -> Tensor:
 
 
 def _spread_rows(rows: Tensor) -> Tensor:
-    """Nearly orthonormal rows with the span of `rows [..., r, D]`, in few operations."""
-    rows = _unit(rows, rows.norm(dim=-1, keepdim=True))
-    return _by_cholesky(rows, NEARLY_DEPENDENT * torch.eye(rows.shape[-2], device=rows.device, dtype=rows.dtype))
+    """Nearly orthonormal rows with the span of `rows [..., r, D]`, in few operations: one Cholesky factor.
+
+    The factor is one of float64: in float32, rounding reaches `NEARLY_DEPENDENT` where rows are many and alike.
+    """
+    rows = rows / rows.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    exact = rows.double()
+    gram = exact @ exact.mT + NEARLY_DEPENDENT * torch.eye(rows.shape[-2], device=rows.device, dtype=exact.dtype)
+    return torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram).L.to(rows.dtype), rows, upper=False)
 
 
 def _orthonormal_rows(rows: Tensor) -> Tensor:
-    """The same, orthonormal; what is left of a dependent row is noise and becomes zero."""
-    rows = _spread_rows(rows)
-    length = rows.norm(dim=-1, keepdim=True)
-    left = length > NEGLIGIBLE
-    ones = torch.diag_embed((~left).squeeze(-1).to(rows.dtype))  # in place of the zeros of such a row
-    return _by_cholesky(_unit(rows, length) * left, ones)
-
-
-def _unit(rows: Tensor, length: Tensor) -> Tensor:
-    return rows / length.clamp_min(torch.finfo(rows.dtype).tiny)
-
-
-def _by_cholesky(rows: Tensor, diagonal: Tensor) -> Tensor:
-    """`L^-1 rows` with `L L^T = rows rows^T + diagonal`: each row without what it shares with those before it."""
-    factor = torch.linalg.cholesky_ex(rows @ rows.mT + diagonal).L
-    eye = torch.eye(rows.shape[-2], device=rows.device, dtype=rows.dtype)
-    return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False) @ rows  # r columns, not D
+    """Gram-Schmidt, twice for stability; what is left of a dependent row is noise and becomes zero."""
+    done: list[Tensor] = []
+    for row in rows.unbind(-2):
+        length = row.norm(dim=-1, keepdim=True)
+        for _ in range(2):
+            for other in done:
+                row = row - (row * other).sum(-1, keepdim=True) * other
+        left = row.norm(dim=-1, keepdim=True)
+        done.append(torch.where(left > NEGLIGIBLE * length, row / left.clamp_min(torch.finfo(row.dtype).tiny), 0.0))
+    return torch.stack(done, dim=-2)
 
 
 def _ridge(inputs: Tensor, targets: Tensor) -> Tensor:
