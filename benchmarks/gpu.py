@@ -84,16 +84,26 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="calls timed (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("this needs a CUDA device, and torch finds none here")
-    try:
-        for impl in options.impls or ():
-            kernels.check_implementation(impl, torch.device(options.device))
-    except ValueError as error:
-        parser.error(str(error))
+    _check(parser, options)
     if options.quick:
         options.contexts, options.batches, options.rounds = options.contexts[:1], options.batches[:1], 5
     return options
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what cannot be measured."""
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("this needs a CUDA device, and torch finds none here")
+    try:
+        device = torch.device(options.device)
+        for impl in options.impls or ():
+            kernels.check_implementation(impl, device)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
+    if not kernels.available(device)[1:]:
+        parser.error(f"there is nothing to measure on {options.device}: only the reference runs there")
+    if min(*options.contexts, *options.batches, options.rounds) < 1 or not options.minutes >= 0:
+        parser.error("--contexts, --batches and --rounds take 1 or more, --minutes 0 or more")
 
 
 def _items(options: argparse.Namespace, device: torch.device) -> Iterator[Item]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
@@ -282,9 +282,11 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _feed_hidden_states(module: nn.Module, binding: Binding) -> Any:
     """Remember what goes into an attention module."""
-    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    layer_idx, config = int(module.layer_idx), cast("Any", module.config)  # type: ignore[arg-type]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if config._attn_implementation != NAME:
+            return  # set after `attach`: no router will look
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         binding.hidden_states[layer_idx] = hidden.detach()
 

@@ -117,7 +117,9 @@ class SealedPages:
         table = self.tables[row]
         if self._policy is None or limit - table.sealed_end < self._prefilled_tokens:
             return []
-        return page_ends(self._policy, table, store.dense()[0][row], limit)
+        keys = store.dense()[0][row]
+        with torch.autocast(keys.device.type, enabled=False):
+            return page_ends(self._policy, table, keys, limit)
 
     def _store_blocks(self, store: PageStore, row: int, limit: int) -> None:
         """Move the tokens that are about to be sealed in blocks; not if one is hidden, for masks go by position."""

@@ -46,7 +46,7 @@ class Recorder:
 
     def __init__(self, config: OvalConfig) -> None:
         self.config = config
-        self.trace: list[TraceEntry] | None = None
+        self.traces: list[list[TraceEntry]] = []  # those that are open
         self.reset()
 
     def reset(self) -> None:
@@ -123,7 +123,7 @@ class Recorder:
         self._selections += heads * len(counts)
         self._router_counts.update(selection.counts or {})
         self._read[layer.layer_idx, token_bytes].add(layer, selection)
-        if self.samples or self.trace is not None:
+        if self.samples or self.traces:
             self._look_closer(layer, selection, look)
 
     def _look_closer(self, layer: OvalLayer, selection: Selection, look: Callable[[], tuple[Tensor, Pages]]) -> None:
@@ -131,20 +131,20 @@ class Recorder:
         read = selection.mask(layer.pages.num_pages)
         if self.samples:
             self._hit_rates.append(_hit_rate(*look(), read))
-        if self.trace is not None:
-            self.trace.append(TraceEntry(self.step, layer.layer_idx, read.cpu(), tuple(layer.pages.counts)))
+        if self.traces:
+            entry = TraceEntry(self.step, layer.layer_idx, read.cpu(), tuple(layer.pages.counts))
+            for trace in self.traces:
+                trace.append(entry)
 
     @contextmanager
     def tracing(self) -> Iterator[list[TraceEntry]]:
-        """Collect the selections made inside the `with` block; a trace around it gets them, too."""
+        """Collect the selections made inside the `with` block; other traces that are open get them, too."""
         entries: list[TraceEntry] = []
-        outer, self.trace = self.trace, entries
+        self.traces.append(entries)
         try:
             yield entries
         finally:
-            self.trace = outer
-            if outer is not None:
-                outer += entries
+            self.traces = [trace for trace in self.traces if trace is not entries]
 
     @property
     def hit_rates(self) -> list[Tensor]:

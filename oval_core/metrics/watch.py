@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,14 @@ class _Alarm:
             self.callback(tokens)
 
 
+class _Pass(NamedTuple):
+    """A forward pass: its trace, what that collects, and how many hit rates there were before."""
+
+    stack: ExitStack
+    entries: list[TraceEntry]
+    rates_before: int
+
+
 class Watch:
     """Watches one handle until `close`; also a context manager.
 
@@ -81,7 +89,7 @@ class Watch:
         self._selections: dict[int, deque[TraceEntry]] = defaultdict(lambda: deque(maxlen=keep_selections))
         self._tokens: list[Tensor] = []
         self._alarms: list[_Alarm] = []
-        self._pass: tuple[ExitStack, list[TraceEntry], int] = (ExitStack(), [], 0)
+        self._pass: _Pass | None = None  # the one that runs
         self._hooks: list[Any] = []
         self.follow(handle)
 
@@ -126,6 +134,14 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._end_pass()
+
+    def _end_pass(self) -> _Pass | None:
+        """The pass that runs, or that an interrupt ended without `_after`; it is traced no longer."""
+        ended, self._pass = self._pass, None
+        if ended is not None:
+            ended.stack.close()
+        return ended
 
     def __enter__(self) -> Watch:
         return self
@@ -139,14 +155,14 @@ class Watch:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs after OVAL's own hook: the recorder counts this step already."""
-        self._pass[0].close()
+        self._end_pass()
         stack, entries = ExitStack(), list[TraceEntry]()
         if _is_new(self._recorder):
             self._selections.clear()
             self._tokens = []
         if self._recorder.step % self._trace_every == 0:
             entries = stack.enter_context(self.handle.trace())
-        self._pass = (stack, entries, len(self._recorder.hit_rates))
+        self._pass = _Pass(stack, entries, len(self._recorder.hit_rates))
         self._remember(kwargs.get("decoder_input_ids", kwargs.get("input_ids", next(iter(args), None))))
 
     def _remember(self, tokens: Tensor | None) -> None:
@@ -159,15 +175,16 @@ class Watch:
             del self._tokens[0]
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        stack, entries, rates_before = self._pass
-        stack.close()
-        for entry in entries:
+        ended = self._end_pass()
+        if ended is None:
+            return  # the call was refused before it began
+        for entry in ended.entries:
             self._selections[entry.layer_idx].append(entry)
         if time.monotonic() - self._refreshed_s >= self._refresh_s:
             kept = {layer: tuple(selections) for layer, selections in self._selections.items()}
             self.snapshot = Snapshot(self.handle.stats(), kept, self.handle.model.device.type)
             self._refreshed_s = time.monotonic()
-        rates = self._recorder.hit_rates[rates_before:]
+        rates = self._recorder.hit_rates[ended.rates_before :]
         if rates and self._alarms:
             rate = float(torch.stack(rates).mean())
             for alarm in self._alarms:

@@ -39,6 +39,7 @@ NEARNESS = 0.5  # more would keep pages in place whatever the keys are
 LEAST_WEIGHT = 1e-6
 SHARPNESS = 0.5
 ALIKE = 0.04  # standard deviation of a score's logarithms below which its tokens are taken to be alike
+MOST_LOG = 20.0  # of a weight
 LEAST_MEAN, LEAST_SHARE = 1e-3, 0.05  # of scores; of a score in their mean: below is rounding
 
 Weigh = Callable[[Tensor], Tensor]
@@ -57,7 +58,7 @@ class ByScore:
             It is less where the score itself varies less than `ALIKE`.
 
     Raises:
-        ValueError: there is no such score, or the sharpness is negative.
+        ValueError: there is no such score, or the sharpness is negative or no number.
     """
 
     score: str
@@ -66,8 +67,8 @@ class ByScore:
     def __post_init__(self) -> None:
         if self.score not in NAMES:
             raise ValueError(f"score must be one of {', '.join(NAMES)}, got {self.score!r}")
-        if not self.sharpness >= 0:
-            raise ValueError(f"sharpness must be >= 0, got {self.sharpness}")
+        if not isinstance(self.sharpness, int | float) or not 0 <= self.sharpness < math.inf:
+            raise ValueError(f"sharpness must be a finite number >= 0, got {self.sharpness!r}")
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Weights `[n]` > 0 of `scores [n, 4]`, see `token_scores`."""
@@ -76,7 +77,8 @@ class ByScore:
         logs = (values / values.mean().clamp_min(LEAST_MEAN)).clamp_min(LEAST_SHARE).log()
         away = logs - logs.mean()
         varies = away.square().mean().sqrt().clamp_min(ALIKE)
-        return (away * (self.sharpness / varies).clamp_min(1)).exp()
+        weights = (away * (self.sharpness / varies).clamp_min(1)).clamp(-MOST_LOG, MOST_LOG).exp()
+        return weights.nan_to_num(nan=1.0)  # of keys that are no numbers
 
 
 spread, entropy = ByScore("spread"), ByScore("entropy")
@@ -123,7 +125,10 @@ class SelfSizedPages:
         ends: list[int] = []
         for chunk in chunks(keys.shape[1]):
             part = keys[:, chunk.start : chunk.stop].float()
-            found = (chunk.start + page_ends(assign(part, self.weigh(token_scores(part)), self.mean_tokens))).tolist()
+            weights = self.weigh(token_scores(part))
+            if weights.shape != part.shape[1:2]:
+                raise ValueError(f"weigh must return weights {list(part.shape[1:2])}, got {list(weights.shape)}")
+            found = (chunk.start + page_ends(assign(part, weights.float(), self.mean_tokens))).tolist()
             ends += [end for end in found if chunk.first <= end < chunk.last]
         return _bounded([0, *ends, keys.shape[1]], page_size)
 

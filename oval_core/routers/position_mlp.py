@@ -96,7 +96,11 @@ class PositionMlpRouter(LearnedRouter):
 
 
 def encoded(positions: Tensor) -> Tensor:
-    """Absolute positions `[B, Q]` as sines and cosines of many lengths, and their logarithm: `[B, Q, 2 WAVES + 1]`."""
+    """Absolute positions `[B, Q]` as sines and cosines of many lengths, and their logarithm: `[B, Q, 2 WAVES + 1]`.
+
+    Those of padding, below 0, count as 0.
+    """
+    positions = positions.clamp_min(0)
     steps = torch.arange(WAVES, device=positions.device) / (WAVES - 1)
     lengths = 2 * math.pi * (LONGEST_WAVE_TOKENS / (2 * math.pi)) ** steps
     angle = 2 * math.pi * positions[..., None].float() / lengths

@@ -59,7 +59,7 @@ class SelectionCacheRouter(WrappingRouter):
         super().__init__(BasisRouter() if inner is None else inner)
         check_count("steps", steps)
         check_count("entries", entries)
-        if not -1 <= min_cosine <= 1:
+        if not isinstance(min_cosine, int | float) or not -1 <= min_cosine <= 1:
             raise ValueError(f"min_cosine must be a number in [-1, 1], got {min_cosine!r}")
         self.steps, self.min_cosine, self.entries = steps, min_cosine, entries
 

@@ -28,7 +28,7 @@ class Record:
         self.path, self.weights, self.about = path, weights, about
         self._content: Content = {}
         if path.exists() and weights.exists():
-            self._content = json.loads(path.read_text())
+            self._content = _read(path)
             made_with = {name: value for name, value in self._content["about"].items() if name != BUDGET}
             require_same(about, made_with, path.parent)
 
@@ -58,3 +58,14 @@ class Record:
     def _write(self, content: Content) -> None:
         write_whole(self.path, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
         self._content = content
+
+
+def _read(path: Path) -> Content:
+    """A record; ValueError where a file is none."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("about"), dict):
+        raise ValueError(f"{path}: expected the record of a training, got something else: delete it to train anew")
+    return content

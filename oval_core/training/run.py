@@ -52,8 +52,8 @@ class LearningSettings:
         for name in ("steps", "batch", "dim"):
             check_count(name, getattr(self, name))
         check_positive("rate", self.rate)
-        if self.focus < 0:
-            raise ValueError(f"focus must be >= 0, got {self.focus}")
+        if not 0 <= self.focus < math.inf:
+            raise ValueError(f"focus must be a finite number >= 0, got {self.focus}")
         OvalConfig(budget_pages=self.budget_pages)
 
     @property

@@ -63,12 +63,17 @@ class StateFile:
         """What was saved last, tensors on the CPU; None where nothing was.
 
         Raises:
-            ValueError: it is the state of another training.
+            ValueError: it is the state of another training, or no state.
         """
         self._written_at = time.monotonic()
         if not self.path.exists():
             return None
-        saved: Content = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception:  # whatever `torch.load` makes of a file that it did not write
+            saved = None
+        if not isinstance(saved, dict) or not isinstance(saved.get("about"), dict):
+            raise ValueError(f"{self.path}: expected the state of a training, got something else: delete it")
         require_same(self.about, saved["about"], self.path)
         content: Content = saved["content"]
         return content

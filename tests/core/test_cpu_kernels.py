@@ -42,21 +42,9 @@ def layer_of(
 def run(impl: str, layer: OvalLayer, query: Tensor, mask: Tensor | None = None, **options: Any) -> tuple[Tensor, dict]:
     recorder = Recorder(layer.config)
     recorder.step = 2
-    with recorder_trace(recorder) as trace:
+    with recorder.tracing() as trace:
         out = paged_attention(Binding(impl, "sdpa", recorder), layer, query, mask, SCALING, **options)
     return out, {**recorder.report(), "read": trace[0].read}
-
-
-class recorder_trace:
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def __enter__(self) -> list[Any]:
-        self.recorder.trace = []
-        return self.recorder.trace
-
-    def __exit__(self, *_: object) -> None:
-        self.recorder.trace = None
 
 
 def assert_same(layer: OvalLayer, query: Tensor, mask: Tensor | None = None, atol: float = 2e-5) -> None:

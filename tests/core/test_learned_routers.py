@@ -226,6 +226,7 @@ def test_positions_are_absolute() -> None:
     query, pages, _ = scene([0])
     later = dataclasses.replace(pages, positions=pages.positions + 1000)
     assert not torch.allclose(router.scored(query, pages)[1], router.scored(query, later)[1])
+    assert torch.equal(encoded(torch.tensor([[-9, 0]]))[0, 0], encoded(torch.tensor([[0]]))[0, 0])  # in padding
     code = encoded(torch.arange(0, 100_000, 7)[None])
     assert code.abs().max() <= 1
     assert len(code[0].unique(dim=0)) == code.shape[1]

@@ -168,9 +168,40 @@ def test_a_pass_that_fails_does_not_leave_a_trace_open(handle: Handle) -> None:
             handle.model(torch.zeros(1, 0, dtype=torch.long))
         with pytest.raises(IndexError):
             handle.model(torch.full((1, 4), 10**6))
-        assert handle._recorder.trace is None
+        assert handle._recorder.traces == []
         generate(handle.model, prompt(60), max_new_tokens=4)
         assert watch.last_tokens().shape == (1, 63)
+
+
+def test_an_interrupt_does_not_leave_a_trace_open(handle: Handle) -> None:
+    """No hook runs after it: the next pass, or `close`, tidies up, and leaves the traces of others alone."""
+    layer = handle.model.get_submodule("model.layers.0")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    watch = Watch(handle, trace_every=1)
+    for tidy in (lambda: generate(handle.model, prompt(60), max_new_tokens=3), watch.close):
+        hook = layer.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.model(prompt(60))
+        hook.remove()
+        with handle.trace() as mine:
+            tidy()
+            generate(handle.model, prompt(60), max_new_tokens=3)
+        assert mine
+        assert handle._recorder.traces == []
+
+
+def test_a_refused_call_is_no_sample(handle: Handle) -> None:
+    heard: list[Tensor] = []
+    with Watch(handle, trace_every=1) as watch:
+        watch.on_low_hit_rate(1.0, 2, heard.append)
+        output = generate(handle.model, prompt(60), max_new_tokens=2)
+        for _ in range(4):
+            with pytest.raises(ValueError, match="empty"):
+                handle.model(torch.zeros(1, 0, dtype=torch.long), cache=output.cache)
+    assert heard == []
 
 
 def test_the_last_tokens(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,21 @@ def test_sizes_follow_the_content_and_are_alike_without_any(weigh: ByScore) -> N
         assert alike.std() < 3
 
 
+@pytest.mark.parametrize("value", [torch.nan, 1e18])
+def test_keys_that_are_no_numbers_or_huge_do_no_harm(value: float) -> None:
+    keys = torch.randn(2, 300, 16)
+    keys[:, 7] = value
+    for sharpness in (0.5, 50.0):
+        lengths = SelfSizedPages(ByScore("spread", sharpness)).lengths(keys, 32)
+        assert sum(lengths) == 300
+        assert max(lengths) <= 32
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weigh must return weights \[100\], got \[100, 4\]"):
+        SelfSizedPages(lambda scores: scores).lengths(torch.randn(2, 100, 16), 32)
+
+
 def test_more_sharpness_makes_sizes_differ_more() -> None:
     keys = torch.randn(3, 512, 64, generator=torch.Generator().manual_seed(0))
     spreads = [
@@ -147,7 +162,7 @@ def test_more_sharpness_makes_sizes_differ_more() -> None:
 def test_what_cannot_weigh_is_refused() -> None:
     with pytest.raises(ValueError, match="one of change, contrast, spread, entropy, got 'size'"):
         ByScore("size")
-    with pytest.raises(ValueError, match="sharpness must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="sharpness must be a finite number >= 0, got -1"):
         ByScore("spread", -1.0)
     assert torch.equal(ByScore("change")(torch.ones(1, 4)), torch.ones(1))
 

@@ -183,6 +183,7 @@ def test_it_is_made_by_name() -> None:
         ({"inner": "basis"}, TypeError, r"inner must be a Router, got 'basis' \(str\)"),
         ({"steps": 0}, ValueError, "steps must be an integer >= 1, got 0"),
         ({"entries": 0}, ValueError, "entries must be an integer >= 1, got 0"),
+        ({"min_cosine": "x"}, ValueError, r"min_cosine must be a number in \[-1, 1\], got 'x'"),
         ({"min_cosine": 1.5}, ValueError, r"min_cosine must be a number in \[-1, 1\], got 1.5"),
     ],
 )

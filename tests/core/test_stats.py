@@ -185,7 +185,7 @@ def test_the_time_of_every_selection_counts() -> None:
 
 def test_the_trace_shows_each_selection() -> None:
     attention = filled(small_config(), random_tokens(1, 81))
-    attention.recorder.trace = trace = list[TraceEntry]()
+    attention.recorder.traces.append(trace := list[TraceEntry]())
     attention.decode(random_tokens(1, 2))
     assert [(entry.step, entry.layer_idx, entry.read.shape) for entry in trace] == [
         (3, 0, (1, HEADS, 10)),

@@ -20,6 +20,7 @@ from oval_core.training.hits import hit_rates, rehearse
 from oval_core.training.lessons import Teacher, make_lessons
 from oval_core.training.passages import PassageSettings, cut_passages, watch_passage
 from oval_core.training.quantised import INT4_WEIGHTS, quantised
+from oval_core.training.record import Record
 from oval_core.training.run import LearningSettings
 from oval_core.training.tasks import (
     RECORD_FILE,
@@ -209,3 +210,12 @@ def test_a_repair_is_for_the_model_of_its_router(tmp_path: Path) -> None:
     wrong = OutputHeadRouter(OutputHead(ModelSizes(layers=1, heads=2, group=2, hidden_size=16, head_dim=8)))
     with pytest.raises(ValueError, match="the output head is for another model"):
         train_repair(tmp_path, llama(), TEXTS, wrong, INT4_WEIGHTS, PASSAGES, LEARNING)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "null", '{"about": 3}'])
+def test_what_is_no_record_is_named(tmp_path: Path, content: str) -> None:
+    record, weights = tmp_path / "training.json", tmp_path / "weights"
+    record.write_text(content)
+    weights.touch()
+    with pytest.raises(ValueError, match=r"training.json: expected the record of a training, got something else"):
+        Record(record, weights, {})

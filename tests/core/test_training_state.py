@@ -38,6 +38,14 @@ def test_the_state_of_another_training_is_refused(tmp_path: Path) -> None:
         require_same({"rate": 1}, {}, tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"junk", b"[]"])
+def test_what_is_no_state_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "training.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"training.pt: expected the state of a training, got something else"):
+        StateFile(path, {}).load()
+
+
 def test_saving_is_due_when_the_time_is_up(tmp_path: Path) -> None:
     assert StateFile(tmp_path / "state.pt", {}, every_s=0).is_due()
     assert not StateFile(tmp_path / "state.pt", {}, every_s=60).is_due()
