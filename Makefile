@@ -45,13 +45,13 @@ bench: $(STAMP) ## measure quality and speed, refresh the tables of the document
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
 	$(RUN) -m benchmarks.routers $(if $(wildcard $(ROUTERS)/*/training.json),--learned $(ROUTERS))
 	$(RUN) -m benchmarks.claims
-	$(RUN) -m benchmarks.generation
+	$(RUN) -m benchmarks.generation --documents 2
 	$(RUN) -m benchmarks.image_qa --split test --packs 60 --datasets one four easy-vqa
 	$(RUN) -m benchmarks.image_qa --split test --packs 30 --datasets one four --readers dense basis box --block 0 --name image_qa_runs
 	$(RUN) -m benchmarks.image_speed
 	$(RUN) -m benchmarks.speculative --prompts 3 --new-tokens 128
 	$(RUN) -m benchmarks.speculative --contexts 7600 --groups continuation copy --prompts 2 --new-tokens 48 --look-every 16 --name speculative_long
-	$(RUN) -m benchmarks.short_linears
+	$(RUN) -m benchmarks.short_linears --dtypes float32 bfloat16
 	$(RUN) -m benchmarks.readme
 	$(RUN) -m benchmarks.claims_page
 
@@ -63,7 +63,7 @@ bench-gpu: $(STAMP) ## check the kernels on a GPU and measure their speed, in ei
 
 bench-rivals: $(STAMP) $(RIVALS_STAMP) ## compare with methods that evict, in an environment of their own
 	$(RUN) -c "from demos.smollm2 import load_model; load_model()" # fills the cache that both read
-	$(RIVALS)/bin/python -m benchmarks.rivals.kvpress_quality --positions 32
+	$(RIVALS)/bin/python -m benchmarks.rivals.kvpress_quality --positions 32 --kept 0.12 0.16 0.2 0.28
 	$(RUN) -m benchmarks.rivals.oval_quality
 	$(RUN) -m benchmarks.readme
 

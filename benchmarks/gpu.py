@@ -111,10 +111,22 @@ def _items(options: argparse.Namespace, device: torch.device) -> Iterator[Item]:
     budget, steps_wanted = Budget(options.minutes), True
     run = partial(apart, budget.end + LATE_S, measure) if device.type == "cuda" else measure
     plan = [(context, batch) for context in options.contexts for batch in options.batches]
-    layers = tuple(Case(shape, SHAPES[shape], *sizes) for sizes in plan for shape in options.shapes)
+    shapes = {shape: SHAPES[shape] for shape in options.shapes}
+    layers = tuple(Case(shape, heads, *sizes) for sizes in plan for shape, heads in shapes.items())
     steps = tuple(Case(MODEL, _sizes_of_model(), *sizes) for sizes in plan)
     for impl in options.impls or kernels.available(device)[:0:-1]:
-        part = Part("checks", impl, layers, SHAPES, MODEL_SIZES, DTYPES, device, options.rounds, budget, 1.0)
+        part = Part(
+            "checks",
+            impl,
+            layers,
+            shapes,
+            MODEL_SIZES,
+            DTYPES,
+            device,
+            options.rounds,
+            budget,
+            1.0,
+        )
         failed = None
         for check in _checks(part, run):
             failed = failed or (None if check.passed else check.kernel)

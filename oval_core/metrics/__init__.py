@@ -1,6 +1,6 @@
 """Figures to monitor an attached model by, what is healthy, and their export to Prometheus.
 
-collector = OvalCollector(handle)               # pip install "oval-suite[metrics]"
+collector = OvalCollector(handle)               # pip install -e ".[metrics]"
 REGISTRY.register(collector)                    # prometheus_client's, then start_http_server(9090)
 health(readings(snapshot := collector.watch.snapshot), snapshot.device_type)  # what is out of range
 """

@@ -1,9 +1,9 @@
 """Train a router anew on the newest tokens, once the hit rate stayed low.
 
-retrainer = Retrainer(Path("routers"))
+retrainer, watch = Retrainer("routers"), Watch(handle)  # or `collector.watch`
 watch.on_low_hit_rate(0.85, 10, retrainer)
-model.generate(**inputs)     # asks for a training, if that is due: a model that generates cannot be trained on
-retrainer.retrain(watch)     # does it, between two generations; minutes for a small model on a CPU
+model.generate(**inputs)  # asks for a training, if that is due: a model that generates cannot be trained on
+handle = retrainer.retrain(watch)  # does it, between two generations; minutes for a small model on a CPU
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oval_core.routers import Router, make_router
 from oval_core.training.hits import hit_rates
 from oval_core.training.passages import PassageSettings, cut_passages
 from oval_core.training.run import LearningSettings
-from oval_core.training.tasks import ROUTER_FILE, load_router, train_router
+from oval_core.training.tasks import ROUTER_FILE, ROUTERS, load_router, train_router
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,18 @@ class Retrainer:
         router: which kind to train, one of `oval_core.training.tasks.ROUTERS`.
         learning: how; its `budget_pages` is replaced by one that reads as large a share of the pages as was read.
 
+    Raises:
+        ValueError: there is no such router.
+
     Attributes:
         tokens: what the next training learns from, int64 `[B, n]`; None: no training is due.
         hit_rates: of the last training, on held-out tokens: "before" and "after" it.
     """
 
-    def __init__(self, out: Path, router: str = "output-head", learning: LearningSettings = LEARNING) -> None:
-        self.out, self.router, self.learning = out, router, learning
+    def __init__(self, out: Path | str, router: str = "output-head", learning: LearningSettings = LEARNING) -> None:
+        if router not in ROUTERS:
+            raise ValueError(f"router must be one of {sorted(ROUTERS)}, got {router!r}")
+        self.out, self.router, self.learning = Path(out), router, learning
         self.tokens: Tensor | None = None
         self.hit_rates: dict[str, float] = {}
 
@@ -65,7 +70,7 @@ class Retrainer:
         Returns: the handle in use; the old one is detached, if there was a training.
 
         Raises:
-            ValueError: too few tokens, or no such router. The model is attached as before then.
+            ValueError: too few tokens. The model is attached as before then.
         """
         handle = watch.handle
         if self.tokens is None:

@@ -37,7 +37,7 @@ from oval_core.training.texts import read_texts, tokens_of
 
 HELP = {
     "passages": "to learn from",
-    "context_tokens": "of each",
+    "context_tokens": "tokens of each passage",
     "every_tokens": "one stop after so many",
     "asked_tokens": "positions of a stop",
     "held_out": "share of each text to measure on",
@@ -49,8 +49,8 @@ HELP = {
     "rate": "highest learning rate",
     "focus": "exponent of the focal factor",
     "dim": "of the comparison of queries and pages",
-    "coarse": "add the training-free coarse score instead of doing without",
-    "budget_pages": "of the hit rates",
+    "coarse": "add to the training-free coarse score, instead of doing without it",
+    "budget_pages": "pages that are read where hit rates are measured",
 }
 
 
