@@ -23,7 +23,7 @@ from oval_core.training.run import LearningSettings, Run
 from oval_core.training.state import Content, StateFile
 
 STATE_FILE = "training.pt"
-FEW_WEIGHTS = 16  # of each tensor of a model, by which it is known
+FEW_WEIGHTS = 256  # of each tensor of a model, evenly spread, by which it is known
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Course:
         """What decides which lessons there are; a folder counts by its name, a model also by a few of its weights."""
         name = self.model.config.name_or_path or ""
         name = Path(name).name if Path(name).is_dir() else name
-        few = [weights.detach().flatten()[:FEW_WEIGHTS].float().cpu() for weights in self.model.parameters()]
+        few = [_sample(weights.detach().flatten()).float().cpu() for weights in self.model.parameters()]
         known_by = {
             "sizes": dataclasses.asdict(ModelSizes.of(self.model)),
             **digests({"model_weights": torch.cat(few)}),
@@ -81,3 +81,7 @@ class Course:
 
     def _passages(self) -> tuple[list[Tensor], list[Tensor]]:
         return cut_passages(self.texts, self.passages)
+
+
+def _sample(weights: Tensor) -> Tensor:
+    return weights[:: max(1, len(weights) // FEW_WEIGHTS)]
