@@ -41,7 +41,7 @@ bench: $(STAMP) ## measure quality and speed, refresh the tables of the document
 	$(RUN) -m benchmarks.breakdown
 	$(RUN) -m benchmarks.quality
 	$(RUN) -m benchmarks.quality --groups equal --contexts 4096 6144 8128 --positions 32 --name quality_equal
-	$(RUN) -m benchmarks.quality --groups pages --name quality_pages
+	$(RUN) -m benchmarks.quality --groups pages --places 1 --positions 32 --name quality_pages
 	$(RUN) -m benchmarks.quality --groups ablation --name quality_ablation
 	$(RUN) -m benchmarks.routers $(if $(wildcard $(ROUTERS)/*/training.json),--learned $(ROUTERS))
 	$(RUN) -m benchmarks.claims
