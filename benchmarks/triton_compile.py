@@ -215,10 +215,12 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table, and as the last line everything as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 86, 90], choices=sorted(SHARED_BYTES))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.triton_compile", description=__doc__)
+    parser.add_argument(
+        "--capabilities", type=int, nargs="+", default=[80, 86, 90], choices=sorted(SHARED_BYTES), help="90: sm_90"
+    )
     dtypes = ["float32", "float16", "bfloat16"]
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=dtypes)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=dtypes, help="of keys")
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256], help="head dimensions")
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8], help="query heads a KV head")
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 8], help="tokens of a chunk")

@@ -114,7 +114,11 @@ def record_of(head: Path) -> Path:
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """The options, and the text that they name, by its name."""
-    parser = argparse.ArgumentParser(prog="python -m oval_core.page_sizing.training", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m oval_core.page_sizing.training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", required=True, help="path or hub id of a causal language model")
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text to read")
     parser.add_argument("--out", required=True, type=Path, help="safetensors file to write")
@@ -123,7 +127,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, s
     parser.add_argument("--batch", type=int, default=8, help="layers a step (default: %(default)s)")
     parser.add_argument("--mean-tokens", type=int, default=16, help="tokens a page on average (default: 16)")
     parser.add_argument("--page-size", type=int, default=32, help="most tokens of a page (default: 32)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name, least in (("stretches", 2), ("steps", 1), ("batch", 1), ("mean_tokens", 1)):
         if getattr(options, name) < least:
