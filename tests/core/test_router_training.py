@@ -282,7 +282,7 @@ def test_a_quantised_copy() -> None:
         (lambda: PassageSettings(page_size=9), "page_size must be one of"),
         (lambda: LearningSettings(steps=0), "steps must be an integer >= 1, got 0"),
         (lambda: LearningSettings(rate=0.0), "rate must be a finite number > 0, got 0.0"),
-        (lambda: LearningSettings(focus=-1.0), "focus must be >= 0, got -1.0"),
+        (lambda: LearningSettings(focus=-1.0), "focus must be a finite number >= 0, got -1.0"),
         (lambda: LearningSettings(budget_pages=1), "budget_pages must be an integer >= 3"),
         (lambda: cut_passages({}, PASSAGES), "at least one text, got none"),
         (lambda: cut_passages({"one": torch.arange(127)}, PASSAGES), "one: expected at least 128 tokens .* got 127"),

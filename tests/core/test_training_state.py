@@ -1,5 +1,6 @@
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_text() == "whole"
 
 
+@pytest.fixture(name="interruptible")
+def _interruptible() -> Iterator[None]:
+    """Also where the tests run as a background job, which ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_interrupt_waits_and_the_second_does_not() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), interrupts_wait() as interrupted:  # noqa: PT012
