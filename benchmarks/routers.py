@@ -146,7 +146,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", help="path or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--learned", type=Path, metavar="DIR", help="of trained routers (default: none)")
-    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[TEXTS[0]], help="(default: %(default)s)")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS), help="(default: all)")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each text (default: %(default)s)")
     parser.add_argument("--positions", type=int, default=24, help="last positions of each (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.2, help="of the dense bytes (default: %(default)s)")

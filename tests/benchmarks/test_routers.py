@@ -53,7 +53,7 @@ def record(folder: Path, about: dict[str, Any], seconds: float) -> None:
 
 
 def run(model: Path, out: Path, *arguments: str) -> dict[str, Any]:
-    sizes = ["--context", "320", "--positions", "5", "--model", str(model), "--out", str(out)]
+    sizes = ["--texts", "novel", "--context", "320", "--positions", "5", "--model", str(model), "--out", str(out)]
     routers.main([*sizes, *arguments])
     result: dict[str, Any] = json.loads((out / "routers.json").read_text())
     return result
