@@ -27,9 +27,9 @@ from tqdm import tqdm
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.page_sizes import page_sizes
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.teacher_forcing import WARM_UP_TOKENS, compare, prefill
+from benchmarks.teacher_forcing import WARM_UP_TOKENS, compare, positions_fit, prefill, text_tokens
 from demos.smollm2 import load_model
-from demos.texts import TEXTS, load_text
+from demos.texts import TEXTS
 from oval_core import OvalConfig
 from oval_core.page_sizing import SelfSizedPages
 from oval_core.routers import Pages
@@ -134,8 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; see `--help`."""
     options = _parse(arguments)
     model, tokenizer = load_model(options.model)
-    plain: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False, "verbose": False}
-    tokens = tokenizer(load_text(options.text), **plain).input_ids[:, : options.context]
+    tokens = text_tokens(tokenizer, options.text)[None, : options.context]
     onlooker = Onlooker(options.page_size, options.needed, options.near)
     config = OvalConfig(router=onlooker, budget_ratio=1.0, always_paged=True, stats_every=0, impl="reference")
     with tqdm(total=tokens.numel() + options.positions + WARM_UP_TOKENS, unit="token") as progress:
@@ -164,7 +163,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="claims", help="of the JSON (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
-    if not 2 <= options.positions < options.context - WARM_UP_TOKENS or not 0 < options.needed < 1:
+    if not positions_fit(options.positions, options.context) or not 0 < options.needed < 1:
         parser.error(
             f"--positions takes 2 or more and fewer than the tokens of the text, --needed a share between 0 and 1, got "
             f"{options.positions} and {options.needed}"

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
-from benchmarks.teacher_forcing import Prefix, compare, prefill
+from benchmarks.teacher_forcing import Prefix, compare, prefill, text_tokens
 from demos.smollm2 import load_model
-from demos.texts import TEXTS, load_text
+from demos.texts import TEXTS
 from oval_core import OvalConfig
 from oval_core.page_policy import PagePolicy
 from oval_core.page_sizing import ByScore, SelfSizedPages
@@ -38,8 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; see `--help`."""
     options = _parse(arguments)
     model, tokenizer = load_model(options.model)
-    plain: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False, "verbose": False}
-    tokens = tokenizer(load_text(options.text), **plain).input_ids[:, : options.context]
+    tokens = text_tokens(tokenizer, options.text)[None, : options.context]
     kinds = _kinds(options)
     rows = []
     with tqdm(total=len(kinds) * len(options.tokens_read) * (options.positions + 1)) as progress:

@@ -23,9 +23,9 @@ from benchmarks.layer import time_configs
 from benchmarks.machine import command_line, describe_machine, publish
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.settings import Setting, ablations, equal_bytes, frontier, page_sizes, quick
-from benchmarks.teacher_forcing import WARM_UP_TOKENS, Comparison, compare, prefill
+from benchmarks.teacher_forcing import Comparison, compare, positions_fit, prefill, text_tokens
 from demos.smollm2 import load_model
-from demos.texts import TEXTS, load_text
+from demos.texts import TEXTS
 from oval_core.kernels.cpu import FUSED_ROUTERS
 from oval_core.model_shape import head_dim_of
 
@@ -75,8 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     plans = {context: _plan(options, context, model) for context in options.contexts}
     layer_ms = {context: _time_layer(plan, model, context) for context, plan in plans.items()}
-    plain: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False, "verbose": False}
-    texts = [tokenizer(load_text(text), **plain).input_ids[0] for text in options.texts]
+    texts = [text_tokens(tokenizer, text) for text in options.texts]
     rows_read = len(texts) * options.places
     work = sum(rows_read * (context + (options.positions + 1) * len(plan)) for context, plan in plans.items())
     with tqdm(total=work, unit="token") as progress:
@@ -124,7 +123,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="quality", help="of the JSON and the plot (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where JSON and plot go")
     options = parser.parse_args(arguments)
-    if options.places < 1 or not 2 <= options.positions < min(options.contexts) - WARM_UP_TOKENS:
+    if options.places < 1 or not positions_fit(options.positions, min(options.contexts)):
         parser.error(
             f"--places takes 1 or more, --positions 2 or more and fewer than the tokens of a context, got "
             f"{options.places} and {options.positions}"

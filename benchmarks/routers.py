@@ -31,9 +31,9 @@ from benchmarks.quality import COMPILED
 from benchmarks.readme import MEASUREMENTS
 from benchmarks.router_parts import Part, Repair, learned, learned_on, repairs, untrained
 from benchmarks.settings import paid_for
-from benchmarks.teacher_forcing import WARM_UP_TOKENS, Prefix, compare, prefill
+from benchmarks.teacher_forcing import WARM_UP_TOKENS, Prefix, compare, positions_fit, prefill, text_tokens
 from demos.smollm2 import load_model
-from demos.texts import TEXTS, load_text
+from demos.texts import TEXTS
 from oval_core.model_shape import head_dim_of
 from oval_core.routers.selection_cache import HITS, MISSES
 
@@ -93,8 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _prefix(
     model: PreTrainedModel, tokenizer: Any, name: str, options: argparse.Namespace, advance: Callable[[int], object]
 ) -> Prefix:
-    plain: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False, "verbose": False}
-    tokens = tokenizer(load_text(name), **plain).input_ids[:, : options.context]
+    tokens = text_tokens(tokenizer, name)[None, : options.context]
     return prefill(model, tokens, options.positions, advance)
 
 
@@ -153,7 +152,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="routers", help="of the JSON (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=MEASUREMENTS, help="where the JSON goes")
     options = parser.parse_args(arguments)
-    if not 2 <= options.positions < options.context - WARM_UP_TOKENS or not 0 < options.share <= 1:
+    if not positions_fit(options.positions, options.context) or not 0 < options.share <= 1:
         parser.error(
             f"--positions takes 2 or more and fewer than the tokens of a text, --share more than 0 and at most 1, got "
             f"{options.positions} and {options.share}"

@@ -12,8 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.differences import differences
 from benchmarks.settings import BYTES_PER_ELEMENT
+from demos.texts import load_text
 from oval_core import OvalConfig, attach
 from oval_core.model_shape import head_dim_of
+from oval_core.training.texts import tokens_of
 
 PREFILL_CHUNK_TOKENS = 1024
 WARM_UP_TOKENS = 1  # the first step over a taken-over cache is dense: its pages are sealed at the second
@@ -57,6 +59,16 @@ class Comparison:
     bytes_ratio: float
     stats: dict[str, Any]
     logits: Tensor
+
+
+def text_tokens(tokenizer: Any, name: str) -> Tensor:
+    """The token ids of one of `demos.texts`, int64 `[t]`."""
+    return tokens_of({name: load_text(name)}, tokenizer)[name]
+
+
+def positions_fit(positions: int, context: int) -> bool:
+    """Whether so many last positions of `context` tokens can be re-read."""
+    return 2 <= positions < context - WARM_UP_TOKENS
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ read; a change of the budget; or a crop of the row to before the step that made 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,17 +67,18 @@ class SelectionCacheRouter(WrappingRouter):
     def select(self, query: Tensor, pages: Pages) -> Selection:
         """See `Router.select`."""
         signature = query.mean(3)  # [B, H, G, D]
-        recent = [*map(self._recent, pages.tables, _terms(pages))]
+        terms = _terms(pages)  # waits for the device
+        recent = [*map(self._recent, pages.tables, terms)]
         kept = [*map(self._alike, recent, signature)]
         hits = sum(row is not None for row in kept)
         counts = {HITS: hits, MISSES: len(kept) - hits}
         if hits == len(kept):
             selection = _stacked([(row.pages, row.valid) for row in kept if row])
-            self._note(pages, recent, kept, signature, selection)
+            self._note(pages.tables, terms, recent, kept, signature, selection)
             return selection._replace(tail=self.tail_of(query, pages, selection), counts=counts)
         made = self.inner.select(query, pages)
         joined = made.joined() if made.then else made
-        self._note(pages, recent, kept, signature, joined)
+        self._note(pages.tables, terms, recent, kept, signature, joined)
         if not hits:
             return made._replace(counts={**(made.counts or {}), **counts})
         rows = zip(kept, joined.pages, joined.valid, strict=True)
@@ -101,20 +103,21 @@ class SelectionCacheRouter(WrappingRouter):
     @lasting
     def _note(
         self,
-        pages: Pages,
+        tables: Sequence[PageTable],
+        terms: list[tuple[int, ...]],
         recent: list[list[_Kept]],
         kept: list[_Kept | None],
         signature: Tensor,
         selection: Selection,
     ) -> None:
         """Remember what serves each row now, an old selection or that of `selection`; a crop brings back what was."""
-        for row, (table, terms) in enumerate(zip(pages.tables, _terms(pages), strict=True)):
+        for row, table in enumerate(tables):
             used, now = kept[row], table.length - 1
             if used is not None and used is recent[row][-1]:
                 continue
             if used is None:
                 chosen, valid = selection.pages[row].clone(), selection.valid[row].clone()
-                used = _Kept(chosen, valid, signature[row].clone(), terms, now)
+                used = _Kept(chosen, valid, signature[row].clone(), terms[row], now)
             others = [entry for entry in recent[row] if entry is not used]
             table.memory.add(self, now, [*others, used][-self.entries :], most=self.entries)
 
